@@ -1,0 +1,34 @@
+# make demo: tiny checkpoint -> bf16, 8bit, 4bit bundles -> verified -> run -> table
+# make test: ruff, mypy --strict, pytest
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := 2.13.0
+# On Linux the name and version alone may resolve to a CUDA build of several gigabytes; with this
+# index added the CPU build of the same version is preferred where it can be reached.
+TORCH_SPEC := torch==$(TORCH)
+
+.PHONY: demo test lint clean env
+
+demo: env
+	$(BIN)/mlxconv demo
+
+test: lint
+	$(BIN)/python -m pytest -q
+
+lint: env
+	$(BIN)/ruff check src convert runtime tests
+	$(BIN)/mypy
+
+env: $(VENV)/.ready
+
+# torch goes first, by its pinned version, so that no other package can pull a CUDA build.
+$(VENV)/.ready: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH_SPEC)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""mlxconv: convert diffusers models to MLX, and prove parity."""
