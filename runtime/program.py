@@ -1,0 +1,445 @@
+"""A program: a component's forward pass as MLX operations, as data.
+
+A node applies one op of the closed set in `ops.py`. Its arguments are values (`Ref`), weights
+(`Weight`), Python literals, or tuples of these. Repeated modules are written once, as a `Block`,
+and called with a weight prefix. Sizes are plain integers that flow like any other value.
+
+The JSON form is versioned; a newer version or an unknown op is refused with what to do.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import MlxconvError
+
+FORMAT = "mlxconv-program"
+VERSION = 1
+PROGRAM_FILE = "program.json"
+CONSTANTS_FILE = "constants.safetensors"
+STAGES = ("constant", "prompt", "schedule", "step")
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A value computed earlier in the same body, or one of its inputs."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor of the weight files. Inside a block the name is relative to the call's prefix."""
+
+    name: str
+
+
+Leaf = None | bool | int | float | str | Ref | Weight
+Arg = Leaf | tuple["Arg", ...]
+
+
+@dataclass(slots=True)
+class Node:
+    """`out = op(**args)`. `module` is the module path it was traced from, `types` one per output."""
+
+    op: str
+    out: tuple[str, ...]
+    args: dict[str, Arg]
+    module: str = ""
+    types: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Body:
+    """Nodes in order. `taps` names the values that are each module's outputs, by module path."""
+
+    nodes: list[Node]
+    outputs: tuple[Arg, ...]
+    taps: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Block(Body):
+    """A body shared by several modules; `inputs` are bound by position at each call."""
+
+    inputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """An input of an entry: the dotted path of its keyword (`img_shapes.0.0.1`), type and stage."""
+
+    name: str
+    path: str
+    type: str
+    stage: str = "step"
+
+
+@dataclass(slots=True)
+class Entry(Body):
+    """One traced method (`forward`, `decode`, ...), for any size or for the fixed `sizes` named."""
+
+    name: str = "forward"
+    inputs: tuple[Input, ...] = ()
+    sizes: dict[str, int] = field(default_factory=dict)
+    literals: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A weight the program reads. `shape` is PyTorch's; `dtype` is `compute` or a dtype's name.
+
+    `kind` says how it is stored: `linear` (out, in), may be quantized; `conv` channels-last
+    (out, *kernel, in); `conv_transpose` (in, out, *kernel) stored (out, *kernel, in); `other` as is.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str
+
+
+@dataclass(slots=True)
+class Program:
+    """All entries of one component, the blocks they share, and the weights they read."""
+
+    class_name: str
+    entries: list[Entry]
+    blocks: dict[str, Block] = field(default_factory=dict)
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    constants: dict[str, str] = field(default_factory=dict)
+
+    def entry(self, name: str, sizes: Mapping[str, int] | None = None) -> Entry:
+        """The entry `name` whose fixed sizes agree with `sizes`; MlxconvError lists what exists."""
+        named = [e for e in self.entries if e.name == name]
+        if not named:
+            have = ", ".join(sorted({e.name for e in self.entries}))
+            raise MlxconvError(f"{self.class_name}: no program named {name!r}; it has: {have}")
+        for entry in named:
+            if all((sizes or {}).get(k, v) == v for k, v in entry.sizes.items()):
+                return entry
+        have = "; ".join(str(e.sizes) for e in named)
+        raise MlxconvError(
+            f"{self.class_name}: no program for {dict(sizes or {})}; it has: {have}. "
+            "Add one with `mlxconv convert --size WxH`."
+        )
+
+    def bodies(self) -> Iterator[Body]:
+        """Every body: entries first, then blocks."""
+        yield from self.entries
+        yield from self.blocks.values()
+
+    def count_nodes(self) -> int:
+        """Nodes as written (each block once)."""
+        return sum(len(body.nodes) for body in self.bodies())
+
+
+def walk(arg: Arg) -> Iterator[Arg]:
+    """`arg` and everything inside it."""
+    yield arg
+    if isinstance(arg, tuple):
+        for item in arg:
+            yield from walk(item)
+
+
+def refs(args: Iterable[Arg]) -> Iterator[str]:
+    """Names of the values that `args` read."""
+    for arg in args:
+        for item in walk(arg):
+            if isinstance(item, Ref):
+                yield item.name
+
+
+def weights(args: Iterable[Arg]) -> Iterator[str]:
+    """Names of the weights that `args` read."""
+    for arg in args:
+        for item in walk(arg):
+            if isinstance(item, Weight):
+                yield item.name
+
+
+def substitute(arg: Arg, replace: Callable[[Ref | Weight], Arg]) -> Arg:
+    """`arg` with every Ref and Weight replaced by what `replace` gives for it."""
+    if isinstance(arg, tuple):
+        return tuple(substitute(item, replace) for item in arg)
+    if isinstance(arg, (Ref, Weight)):
+        return replace(arg)
+    return arg
+
+
+# ---- JSON ---------------------------------------------------------------------------------------
+
+
+def _encode(arg: Arg) -> Any:
+    match arg:
+        case Ref(name):
+            return f"%{name}"
+        case Weight(name):
+            return f"@{name}"
+        case tuple():
+            return [_encode(item) for item in arg]
+        case str():
+            return f"={arg}"
+        case float() if not math.isfinite(arg):
+            return {"float": repr(arg)}
+        case _:
+            return arg
+
+
+def _decode(data: Any) -> Arg:
+    match data:
+        case str() if data[:1] == "%":
+            return Ref(data[1:])
+        case str() if data[:1] == "@":
+            return Weight(data[1:])
+        case str() if data[:1] == "=":
+            return data[1:]
+        case list():
+            return tuple(_decode(item) for item in data)
+        case {"float": str(text)}:
+            return float(text)
+        case None | bool() | int() | float():
+            return data
+    raise MlxconvError(f"program: not an argument: {data!r:.80}")
+
+
+def _encode_node(node: Node) -> list[Any]:
+    args = {key: _encode(value) for key, value in node.args.items()}
+    return [node.op, list(node.out), args, node.module, list(node.types)]
+
+
+def _decode_node(data: Any) -> Node:
+    op, out, args, module, types = data
+    return Node(op, tuple(out), {k: _decode(v) for k, v in args.items()}, module, tuple(types))
+
+
+def _encode_body(body: Body) -> dict[str, Any]:
+    return {
+        "nodes": [_encode_node(node) for node in body.nodes],
+        "outputs": [_encode(arg) for arg in body.outputs],
+        "taps": {path: list(names) for path, names in body.taps.items()},
+    }
+
+
+def _body_fields(data: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "nodes": [_decode_node(node) for node in data["nodes"]],
+        "outputs": tuple(_decode(arg) for arg in data["outputs"]),
+        "taps": {path: tuple(names) for path, names in data["taps"].items()},
+    }
+
+
+def to_json(program: Program) -> str:
+    """The program as JSON: one node a line, so that a diff of two programs can be read."""
+    entries = [
+        {
+            "name": e.name,
+            "sizes": e.sizes,
+            "literals": e.literals,
+            "inputs": [[i.name, i.path, i.type, i.stage] for i in e.inputs],
+            **_encode_body(e),
+        }
+        for e in program.entries
+    ]
+    blocks = {k: {"inputs": list(b.inputs), **_encode_body(b)} for k, b in program.blocks.items()}
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "class": program.class_name,
+        "entries": entries,
+        "blocks": blocks,
+        "parameters": {k: [p.kind, p.dtype, p.shape] for k, p in program.parameters.items()},
+        "constants": program.constants,
+    }
+    return _lines(document) + "\n"
+
+
+def _lines(data: Any, depth: int = 0) -> str:
+    """JSON with dictionaries and lists of nodes broken into lines, everything else compact."""
+    pad = "\n" + " " * (depth + 1)
+    if isinstance(data, dict) and data and depth < 4:
+        items = (f"{json.dumps(k)}: {_lines(v, depth + 1)}" for k, v in data.items())
+        return "{" + pad + f",{pad}".join(items) + "\n" + " " * depth + "}"
+    if isinstance(data, list) and data and isinstance(data[0], (list, dict)) and depth < 4:
+        return "[" + pad + f",{pad}".join(_lines(v, depth + 1) for v in data) + "]"
+    return json.dumps(data, separators=(",", ":"))
+
+
+def from_json(text: str, where: str = "program") -> Program:
+    """Parse and validate. MlxconvError names `where` and what is wrong with it."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise MlxconvError(f"{where}: not JSON ({error}); convert the component again") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise MlxconvError(f"{where}: not a {FORMAT} file; convert the component again")
+    if data.get("version") != VERSION:
+        raise MlxconvError(
+            f"{where}: program format {data.get('version')!r}, this mlxconv reads {VERSION}; "
+            "upgrade mlxconv (`pip install -U mlxconv`) or convert the component again"
+        )
+    try:
+        program = _parse(data)
+    except MlxconvError as error:
+        raise MlxconvError(f"{where}: {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise MlxconvError(
+            f"{where}: malformed ({type(error).__name__}: {error}); convert the component again"
+        ) from error
+    validate(program, where)
+    return program
+
+
+def _parse(data: dict[str, Any]) -> Program:
+    entries = [
+        Entry(
+            **_body_fields(e),
+            name=e["name"],
+            sizes={str(k): int(v) for k, v in e["sizes"].items()},
+            literals=dict(e["literals"]),
+            inputs=tuple(Input(*fields) for fields in e["inputs"]),
+        )
+        for e in data["entries"]
+    ]
+    blocks = {
+        k: Block(**_body_fields(b), inputs=tuple(b["inputs"])) for k, b in data["blocks"].items()
+    }
+    parameters = {
+        name: Parameter(tuple(int(n) for n in shape), str(dtype), str(kind))
+        for name, (kind, dtype, shape) in data["parameters"].items()
+    }
+    constants = {str(k): str(v) for k, v in data["constants"].items()}
+    return Program(str(data["class"]), entries, blocks, parameters, constants)
+
+
+def load_program(path: Path) -> Program:
+    """Read a program file. MlxconvError when it is missing, broken, or of a newer format."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise MlxconvError(f"{path}: cannot be read ({error.strerror})") from error
+    return from_json(text, str(path))
+
+
+# ---- validation ---------------------------------------------------------------------------------
+
+
+def validate(program: Program, where: str = "program") -> None:
+    """Every op known, every value defined before use, every call to an earlier-checked block."""
+    from .ops import OPS
+
+    _check_acyclic(program, where)
+    for label, body in _labelled(program):
+        known = {i.name for i in body.inputs} if isinstance(body, Entry) else set(_inputs(body))
+        for node in body.nodes:
+            at = f"{where}: {label}, node {node.op} {','.join(node.out)}"
+            if node.op == "call":
+                _check_call(program, node, at)
+            elif node.op not in OPS:
+                raise MlxconvError(
+                    f"{at}: unknown op {node.op!r}; upgrade mlxconv or convert the component again"
+                )
+            missing = set(refs(node.args.values())) - known
+            if missing:
+                raise MlxconvError(f"{at}: reads {sorted(missing)} before it is computed")
+            known.update(node.out)
+        missing = set(refs(body.outputs)) - known
+        if missing:
+            raise MlxconvError(f"{where}: {label}: output {sorted(missing)} is never computed")
+
+
+def _inputs(body: Body) -> tuple[str, ...]:
+    return body.inputs if isinstance(body, Block) else ()
+
+
+def _labelled(program: Program) -> Iterator[tuple[str, Body]]:
+    for entry in program.entries:
+        yield f"program {entry.name}", entry
+    for name, block in program.blocks.items():
+        yield f"block {name}", block
+
+
+def _check_call(program: Program, node: Node, at: str) -> None:
+    name, inputs = node.args.get("block"), node.args.get("inputs")
+    if not isinstance(name, str) or name not in program.blocks:
+        raise MlxconvError(f"{at}: calls unknown block {name!r}")
+    block = program.blocks[name]
+    if not isinstance(inputs, tuple) or len(inputs) != len(block.inputs):
+        raise MlxconvError(f"{at}: block {name} takes {len(block.inputs)} inputs")
+    if len(node.out) != len(block.outputs):
+        raise MlxconvError(f"{at}: block {name} gives {len(block.outputs)} outputs")
+
+
+def _check_acyclic(program: Program, where: str) -> None:
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        if name in path:
+            raise MlxconvError(f"{where}: block {name} calls itself")
+        if len(path) > 50:
+            raise MlxconvError(f"{where}: blocks are nested deeper than 50")
+        if name in done or name not in program.blocks:
+            return
+        for callee in _callees(program.blocks[name]):
+            visit(callee, (*path, name))
+        done.add(name)
+
+    for name in program.blocks:
+        visit(name, ())
+
+
+def _callees(body: Body) -> list[str]:
+    return sorted({str(n.args.get("block")) for n in body.nodes if n.op == "call"})
+
+
+# ---- printed form -------------------------------------------------------------------------------
+
+
+def _show(arg: Arg) -> str:
+    match arg:
+        case Ref(name):
+            return name
+        case Weight(name):
+            return f"W[{name}]"
+        case tuple():
+            return "[" + ", ".join(_show(item) for item in arg) + "]"
+        case _:
+            return repr(arg)
+
+
+def _stage_of(node: Node, stages: dict[str, int]) -> int:
+    return max((stages.get(name, 0) for name in refs(node.args.values())), default=0)
+
+
+def _show_node(node: Node, stage: str) -> str:
+    left = ", ".join(node.out)
+    if node.op == "call":
+        inputs = ", ".join(_show(a) for a in node.args["inputs"])  # type: ignore[union-attr]
+        right = f"{node.args['block']}[{node.args['prefix']}]({inputs})"
+    else:
+        right = f"{node.op}({', '.join(f'{k}={_show(v)}' for k, v in node.args.items())})"
+    types = ", ".join(t for t in node.types if t)
+    note = " · ".join(part for part in (types, stage) if part)
+    return f"    {left} = {right}" + (f"  # {note}" if note else "")
+
+
+def show(program: Program) -> str:
+    """The program as pseudo-Python, with types and the stage at which each value is known."""
+    lines = [f"# {program.class_name}: {program.count_nodes()} nodes"]
+    for name, block in program.blocks.items():
+        lines.append(f"\ndef {name}({', '.join(block.inputs)}):")
+        lines += [_show_node(node, "") for node in block.nodes]
+        lines.append(f"    return {', '.join(_show(a) for a in block.outputs)}")
+    for entry in program.entries:
+        sizes = f"  # sizes {entry.sizes}" if entry.sizes else ""
+        inputs = ", ".join(f"{i.name}: {i.type}" for i in entry.inputs)
+        lines.append(f"\ndef {entry.name}({inputs}):{sizes}")
+        stages = {i.name: STAGES.index(i.stage) for i in entry.inputs}
+        for node in entry.nodes:
+            stage = _stage_of(node, stages)
+            stages.update(dict.fromkeys(node.out, stage))
+            lines.append(_show_node(node, STAGES[stage]))
+        lines.append(f"    return {', '.join(_show(a) for a in entry.outputs)}")
+    return "\n".join(lines)
