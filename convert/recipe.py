@@ -1,0 +1,528 @@
+"""Recipes: what a class takes, which sizes are free, what stays precise. Data only, from TOML.
+
+A recipe never holds Python. Its shapes are small arithmetic expressions over named dims and the
+keys of the component's configuration, evaluated by :func:`evaluate` (names, integers, ``+ - *
+// %``, comparisons, constant subscripts, and ``len``, ``max``, ``min``, ``sum``).
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import math
+import operator
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from mlxconv.runtime.errors import MlxconvError
+
+if TYPE_CHECKING:
+    import torch
+
+Stage = Literal["constant", "prompt", "schedule", "step"]
+DType = Literal["compute", "float32", "int64", "bool"]
+Expression = str | int
+STAGES = ("constant", "prompt", "schedule", "step")
+DTYPES = ("compute", "float32", "int64", "bool")
+MASKS = ("ragged",)
+
+
+# --- expressions ------------------------------------------------------------------------------
+
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+}
+_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
+    ast.USub: operator.neg,
+    ast.Not: operator.not_,
+}
+_CALLS: dict[str, Callable[..., Any]] = {"len": len, "max": max, "min": min, "sum": sum}
+
+
+def evaluate(expression: Expression | bool, names: Mapping[str, Any]) -> Any:
+    """Value of a recipe expression, with ``names`` for its dims and configuration keys.
+
+    >>> evaluate("2 * height // patch_size", {"height": 6, "patch_size": 2})
+    6
+
+    Raises MlxconvError for anything but the arithmetic that the module docstring lists.
+    """
+    if not isinstance(expression, str):
+        return expression
+    tree = _parse(expression)
+    try:
+        return _value(tree, names, expression)
+    except (TypeError, ValueError, ZeroDivisionError, IndexError, KeyError) as error:
+        raise MlxconvError(f"recipe expression {expression!r}: {error}") from error
+
+
+def names_in(expression: Expression | bool) -> set[str]:
+    """The names that an expression reads."""
+    if not isinstance(expression, str):
+        return set()
+    found = {node.id for node in ast.walk(_parse(expression)) if isinstance(node, ast.Name)}
+    return found - set(_CALLS)
+
+
+def _parse(expression: str) -> ast.expr:
+    try:
+        return ast.parse(expression, mode="eval").body
+    except SyntaxError as error:
+        raise MlxconvError(
+            f"recipe expression {expression!r} does not parse: {error.msg}"
+        ) from error
+
+
+def _value(node: ast.expr, names: Mapping[str, Any], text: str) -> Any:
+    def go(child: ast.expr) -> Any:
+        return _value(child, names, text)
+
+    match node:
+        case ast.Constant(value=value) if value is None or isinstance(
+            value, (bool, int, float, str)
+        ):
+            return value
+        case ast.Name(id=name) if name in names:
+            return names[name]
+        case ast.Name(id=name):
+            near = difflib.get_close_matches(name, list(names), 3)
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            raise MlxconvError(
+                f"recipe expression {text!r}: no dim or configuration key {name!r}{hint}"
+            )
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            return _BINARY[type(op)](_number(go(left), text), _number(go(right), text))
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
+            return _UNARY[type(op)](go(operand))
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
+            return _COMPARE[type(op)](go(left), go(right))
+        case ast.BoolOp(op=ast.And(), values=values):
+            return all(go(value) for value in values)
+        case ast.BoolOp(op=ast.Or(), values=values):
+            return any(go(value) for value in values)
+        case ast.Subscript(value=value, slice=index):
+            return go(value)[go(index)]
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _CALLS:
+            return _CALLS[name](*(go(arg) for arg in args))
+        case _:
+            raise MlxconvError(
+                f"recipe expression {text!r}: {ast.unparse(node)!r} is not allowed; use "
+                "integers, names, + - * // %, comparisons, constant subscripts, len, max, min, sum"
+            )
+
+
+def _number(value: Any, text: str) -> int | float:
+    if not isinstance(value, (int, float)):
+        raise MlxconvError(f"recipe expression {text!r}: arithmetic on {value!r}")
+    return value
+
+
+# --- the recipe -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A named size: ``trace`` for tracing, ``check`` afterwards; ``fixed``: one program a value."""
+
+    name: str
+    trace: Expression
+    check: tuple[int, ...] = ()
+    fixed: bool = False
+
+
+@dataclass(frozen=True)
+class Input:
+    """One tensor (or list of tensors) that a program takes, and how to make a plausible one.
+
+    ``shape`` holds expressions. Values: seeded normal floats, or ``value`` (a number, or
+    numbers repeated along the flattened tensor), or ``integers`` (low, high) with high
+    excluded, or ``mask = "ragged"`` (row i keeps fewer leading ones). ``count`` makes it a list
+    of that many. ``when`` drops it where the expression is false.
+    """
+
+    name: str
+    shape: tuple[Expression, ...]
+    dtype: DType = "compute"
+    stage: Stage = "step"
+    value: tuple[float, ...] = ()
+    integers: tuple[int, int] | None = None
+    mask: str | None = None
+    count: Expression | None = None
+    when: Expression | bool = True
+
+
+@dataclass(frozen=True)
+class ProgramRecipe:
+    """One entry point of a class: the traced method, its inputs, and its other arguments."""
+
+    name: str
+    method: str
+    inputs: Mapping[str, Input]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    when: Expression | bool = True
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Anchored globs on module names: kept at the compute dtype; adaLN, 8 bit at the least."""
+
+    keep: tuple[str, ...] = ()
+    modulation: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that mlxconv must be told about a class to trace it."""
+
+    class_name: str
+    library: str
+    pipelines: tuple[str, ...]
+    dims: Mapping[str, Dim]
+    programs: Mapping[str, ProgramRecipe]
+    precision: Precision
+    tiny: Mapping[str, Any]
+    tiny_variants: Mapping[str, Mapping[str, Any]]
+    sizes: Mapping[str, Expression]
+
+    def program(self, name: str) -> ProgramRecipe:
+        """The program of that name; MlxconvError names those that exist."""
+        if name not in self.programs:
+            raise MlxconvError(
+                f"{self.class_name} has no program {name!r}, only {', '.join(self.programs)}"
+            )
+        return self.programs[name]
+
+    def tiny_config(self, variant: str | None = None) -> dict[str, Any]:
+        """Constructor arguments of a model small enough to test with."""
+        if variant is not None and variant not in self.tiny_variants:
+            raise MlxconvError(f"{self.class_name} has no tiny variant {variant!r}")
+        return {**self.tiny, **(self.tiny_variants[variant] if variant else {})}
+
+    def trace_dims(
+        self, config: Mapping[str, Any], dims: Mapping[str, int] | None = None
+    ) -> dict[str, int]:
+        """Every dim's size: the recipe's for tracing, or what ``dims`` asks for."""
+        unknown = sorted(set(dims or {}) - set(self.dims))
+        if unknown:
+            raise MlxconvError(
+                f"{self.class_name} has no dim {', '.join(unknown)}, only {', '.join(self.dims)}"
+            )
+        sizes = {name: int(evaluate(dim.trace, config)) for name, dim in self.dims.items()}
+        return {**sizes, **(dims or {})}
+
+
+# --- reading ----------------------------------------------------------------------------------
+
+_TOP = {
+    "class",
+    "library",
+    "pipelines",
+    "dims",
+    "programs",
+    "precision",
+    "tiny",
+    "tiny_variants",
+    "sizes",
+}
+_DIM = {"trace", "check", "fixed"}
+_PROGRAM = {"method", "inputs", "arguments", "when"}
+_INPUT = {"shape", "dtype", "stage", "value", "integers", "mask", "count", "when"}
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Checks one TOML file; every complaint names the file and the key."""
+
+    source: str
+
+    def fail(self, key: str, message: str) -> MlxconvError:
+        return MlxconvError(f"{self.source}: {key}: {message}")
+
+    def table(self, data: Any, key: str, allowed: set[str] | None = None) -> dict[str, Any]:
+        if not isinstance(data, dict):
+            raise self.fail(key, f"expected a table, found {data!r}")
+        for name in data if allowed is not None else ():
+            if name not in cast("set[str]", allowed):
+                known = ", ".join(sorted(cast("set[str]", allowed)))
+                raise self.fail(f"{key}.{name}".lstrip("."), f"unknown key; known here: {known}")
+        return data
+
+    def typed(self, data: Any, key: str, kind: type | tuple[type, ...], what: str) -> Any:
+        if not isinstance(data, kind) or (isinstance(data, bool) and kind in (int, (int, float))):
+            raise self.fail(key, f"expected {what}, found {data!r}")
+        return data
+
+    def listed(
+        self, data: Any, key: str, kind: type | tuple[type, ...], what: str
+    ) -> tuple[Any, ...]:
+        self.typed(data, key, list, f"a list of {what}")
+        return tuple(self.typed(item, key, kind, what) for item in data)
+
+    def one_of(self, data: Any, key: str, choices: tuple[str, ...]) -> Any:
+        if data not in choices:
+            raise self.fail(key, f"expected one of {', '.join(choices)}, found {data!r}")
+        return data
+
+    def expression(self, data: Any, key: str, names: set[str] | None) -> Any:
+        """An expression, parsed; ``names`` is what it may read (None: unknown, so not checked)."""
+        self.typed(data, key, (str, int, bool), "an expression")
+        try:
+            used = names_in(data)
+        except MlxconvError as error:
+            raise self.fail(key, str(error)) from error
+        for name in sorted(used - names) if names is not None else ():
+            near = difflib.get_close_matches(name, list(names or ()), 3)
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            raise self.fail(key, f"unknown name {name!r}, neither a dim nor a key of [tiny]{hint}")
+        return data
+
+
+def _read(data: dict[str, Any], source: str) -> Recipe:
+    read = _Reader(source)
+    read.table(data, "", _TOP)
+    for required in ("class", "dims", "programs"):
+        if required not in data:
+            raise read.fail(required, "missing")
+    tiny = read.table(data.get("tiny", {}), "tiny")
+    variants = read.table(data.get("tiny_variants", {}), "tiny_variants")
+    config_names = set(tiny).union(
+        *(read.table(v, f"tiny_variants.{k}") for k, v in variants.items())
+    )
+    dims = _dims(read, data["dims"], config_names if tiny else None)
+    names = config_names | set(dims) if tiny else None
+    programs = read.table(data["programs"], "programs")
+    precision = read.table(data.get("precision", {}), "precision", {"keep", "modulation"})
+    sizes = read.table(data.get("sizes", {}), "sizes", set(dims))
+    return Recipe(
+        class_name=read.typed(data["class"], "class", str, "a class name"),
+        library=read.typed(data.get("library", "diffusers"), "library", str, "a library's name"),
+        pipelines=read.listed(data.get("pipelines", []), "pipelines", str, "pipeline names"),
+        dims=dims,
+        programs={name: _program(read, name, program, names) for name, program in programs.items()},
+        precision=Precision(
+            **{k: read.listed(v, f"precision.{k}", str, "patterns") for k, v in precision.items()}
+        ),
+        tiny=tiny,
+        tiny_variants=variants,
+        sizes={
+            k: read.expression(v, f"sizes.{k}", names and (names | {"H", "W"}))
+            for k, v in sizes.items()
+        },
+    )
+
+
+def _dims(read: _Reader, data: Any, config_names: set[str] | None) -> dict[str, Dim]:
+    dims = {}
+    for name, entry in read.table(data, "dims").items():
+        key = f"dims.{name}"
+        read.table(entry, key, _DIM)
+        if "trace" not in entry:
+            raise read.fail(f"{key}.trace", "missing")
+        dims[name] = Dim(
+            name,
+            trace=read.expression(entry["trace"], f"{key}.trace", config_names),
+            check=read.listed(entry.get("check", []), f"{key}.check", int, "integers"),
+            fixed=read.typed(entry.get("fixed", False), f"{key}.fixed", bool, "true or false"),
+        )
+    return dims
+
+
+def _program(read: _Reader, name: str, data: Any, names: set[str] | None) -> ProgramRecipe:
+    key = f"programs.{name}"
+    read.table(data, key, _PROGRAM)
+    inputs = read.table(data.get("inputs", {}), f"{key}.inputs")
+    arguments = read.table(data.get("arguments", {}), f"{key}.arguments")
+    both = sorted(set(inputs) & set(arguments))
+    if both:
+        raise read.fail(f"{key}.arguments.{both[0]}", "is an input already")
+    for argument, value in arguments.items():
+        for text in _strings(value):
+            read.expression(text, f"{key}.arguments.{argument}", names)
+    return ProgramRecipe(
+        name,
+        method=read.typed(data.get("method", "forward"), f"{key}.method", str, "a method's name"),
+        inputs={k: _input(read, k, v, f"{key}.inputs.{k}", names) for k, v in inputs.items()},
+        arguments=arguments,
+        when=read.expression(data.get("when", True), f"{key}.when", names),
+    )
+
+
+def _input(read: _Reader, name: str, data: Any, key: str, names: set[str] | None) -> Input:
+    read.table(data, key, _INPUT)
+    if "shape" not in data:
+        raise read.fail(f"{key}.shape", "missing")
+    if len({"value", "integers", "mask"} & set(data)) > 1:
+        raise read.fail(key, "has more than one of value, integers, mask")
+    value = data.get("value", [])
+    integers = data.get("integers")
+    return Input(
+        name,
+        shape=tuple(
+            read.expression(size, f"{key}.shape", names)
+            for size in read.listed(data["shape"], f"{key}.shape", (str, int), "expressions")
+        ),
+        dtype=read.one_of(data.get("dtype", "compute"), f"{key}.dtype", DTYPES),
+        stage=read.one_of(data.get("stage", "step"), f"{key}.stage", STAGES),
+        value=read.listed(
+            value if isinstance(value, list) else [value], f"{key}.value", (int, float), "numbers"
+        ),
+        integers=None if integers is None else _pair(read, integers, f"{key}.integers"),
+        mask=read.one_of(data["mask"], f"{key}.mask", MASKS) if "mask" in data else None,
+        count=read.expression(data["count"], f"{key}.count", names) if "count" in data else None,
+        when=read.expression(data.get("when", True), f"{key}.when", names),
+    )
+
+
+def _pair(read: _Reader, data: Any, key: str) -> tuple[int, int]:
+    pair = read.listed(data, key, int, "integers")
+    if len(pair) != 2 or pair[0] >= pair[1]:
+        raise read.fail(key, f"expected [low, high] with low < high, found {data!r}")
+    return pair[0], pair[1]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
+
+
+def load_recipe_file(path: str | Path) -> Recipe:
+    """The recipe in a TOML file. MlxconvError names the file and the key that is wrong."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise MlxconvError(f"cannot read recipe {path}: {error.strerror or error}") from error
+    return _parse_toml(text, str(path))
+
+
+def _parse_toml(text: str, source: str) -> Recipe:
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise MlxconvError(f"{source}: not valid TOML: {error}") from error
+    return _read(data, source)
+
+
+@lru_cache
+def load_recipe(class_name: str) -> Recipe:
+    """The recipe that ships for a class, by the class's name."""
+    known = _recipe_names()
+    if class_name not in known:
+        near = difflib.get_close_matches(class_name, known, 3, 0.5)
+        hint = f" (close: {', '.join(near)})" if near else ""
+        raise MlxconvError(
+            f"no recipe for class {class_name!r}{hint}: add a recipe TOML (see README) "
+            "or pass --recipe FILE"
+        )
+    path = files("mlxconv").joinpath("recipes", f"{class_name}.toml")
+    return _parse_toml(path.read_text(encoding="utf-8"), f"recipes/{class_name}.toml")
+
+
+@lru_cache
+def _recipe_names() -> tuple[str, ...]:
+    folder = files("mlxconv").joinpath("recipes")
+    return tuple(sorted(p.name[:-5] for p in folder.iterdir() if p.name.endswith(".toml")))
+
+
+def all_recipes() -> dict[str, Recipe]:
+    """Every recipe that ships, by class name."""
+    return {name: load_recipe(name) for name in _recipe_names()}
+
+
+# --- example inputs ---------------------------------------------------------------------------
+
+
+def example_inputs(
+    recipe: Recipe,
+    program: str,
+    config: Mapping[str, Any],
+    dims: Mapping[str, int] | None = None,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """Keyword arguments for a program: seeded tensors and the recipe's Python arguments.
+
+    ``dims`` overrides the sizes used for tracing. The same seed gives the same values at every
+    ``dtype`` (drawn in fp32, then cast); ``dtype`` (default float32) is that of the inputs
+    declared "compute".
+    """
+    import torch
+
+    entry = recipe.program(program)
+    sizes = recipe.trace_dims(config, dims)
+    names = {**config, **sizes}
+    generator = torch.Generator().manual_seed(seed)
+    made: dict[str, Any] = {}
+    for name, spec in entry.inputs.items():
+        if not evaluate(spec.when, names):
+            continue
+        count = 1 if spec.count is None else int(evaluate(spec.count, names))
+        tensors = [_example(spec, names, generator, dtype or torch.float32) for _ in range(count)]
+        made[name] = tensors[0] if spec.count is None else tensors
+    made.update({name: argument_value(value, names) for name, value in entry.arguments.items()})
+    return made
+
+
+def argument_value(value: Any, names: Mapping[str, Any]) -> Any:
+    """A recipe argument with its expressions evaluated; lists stay lists."""
+    if isinstance(value, list):
+        return [argument_value(item, names) for item in value]
+    return evaluate(value, names) if isinstance(value, str) else value
+
+
+def _example(
+    spec: Input, names: Mapping[str, Any], generator: torch.Generator, compute: torch.dtype
+) -> torch.Tensor:
+    import torch
+
+    shape = tuple(int(evaluate(size, names)) for size in spec.shape)
+    kind = {"compute": compute, "float32": torch.float32, "int64": torch.int64, "bool": torch.bool}
+    return _values(spec, shape, generator).to(kind[spec.dtype])
+
+
+def _values(spec: Input, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    import torch
+
+    if spec.value:
+        count = math.prod(shape)
+        repeated = torch.tensor(spec.value, dtype=torch.float32).repeat(
+            count // len(spec.value) + 1
+        )
+        return repeated[:count].reshape(shape)
+    if spec.integers is not None:
+        return torch.randint(*spec.integers, shape, generator=generator)
+    if spec.mask is not None:
+        return _ragged(shape)
+    return torch.randn(shape, generator=generator)
+
+
+def _ragged(shape: tuple[int, ...]) -> torch.Tensor:
+    """Ones with trailing zeros: none in the first row, a third of the second, two of the third."""
+    import torch
+
+    rows, tokens = math.prod(shape[:-1]), shape[-1]
+    lengths = torch.tensor([tokens - (row % 3) * (tokens // 3) for row in range(rows)])
+    return (torch.arange(tokens) < lengths[:, None]).reshape(shape)

@@ -1,0 +1,500 @@
+"""A torch module's forward pass as one functional ATen graph, without its weights.
+
+``build_module`` constructs a class with *fake* parameters (shapes only, so a 20 B model takes
+no memory) and real tables, with the dtypes that ``from_pretrained(torch_dtype=...)`` gives.
+``trace`` exports one program of a recipe, with every free dim symbolic, every module's output
+readable through an ``mlxconv.tap`` node, and autocast regions and in-place operations gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import Dim, ExportedProgram
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from mlxconv.runtime.errors import MlxconvError
+
+from .recipe import Expression, ProgramRecipe, Recipe, evaluate, example_inputs, names_in
+
+_LIBRARY = torch.library.Library("mlxconv", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "tap(Tensor x, str path, int index) -> Tensor", tags=torch.Tag.pt2_compliant_tag
+)
+_LIBRARY.impl(  # type: ignore[no-untyped-call]
+    "tap", lambda x, path, index: x.clone(), "CompositeExplicitAutograd"
+)
+
+
+@torch.library.register_fake("mlxconv::tap", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _tap_fake(x: torch.Tensor, path: str, index: int) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@dataclass(frozen=True)
+class TracedParameter:
+    """A tensor whose values come from the checkpoint: a parameter or a persistent buffer.
+
+    ``dtype``: "compute" (as the program runs), "float32" (the class keeps it so), or a torch
+    integer's name.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class TracedInput:
+    """One leaf of a program's arguments, in the order of the graph's placeholders.
+
+    ``path`` leads to it in the keyword arguments: ``("img_shapes", 0, 0, 1)``. A tensor has
+    ``shape``, of integers and expressions over dims; a free Python int has ``shape`` None and
+    ``value`` None; a constant has its ``value``.
+    """
+
+    placeholder: str
+    path: tuple[str | int, ...]
+    kind: str
+    shape: tuple[int | str, ...] | None = None
+    dtype: str | None = None
+    stage: str = "step"
+    value: Any = None
+
+    @property
+    def name(self) -> str:
+        """The path, dotted: ``img_shapes.0.0.1``."""
+        return ".".join(str(part) for part in self.path)
+
+
+@dataclass(frozen=True)
+class Tap:
+    """A module's output that the graph exposes: ``node`` is output ``index`` of ``path``."""
+
+    path: str
+    index: int
+    node: str
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One program of one class, as torch sees it.
+
+    ``placeholders`` maps a placeholder to the parameter or constant that it stands for.
+    ``symbols`` maps the graph's size symbols to recipe expressions. ``fixed`` holds the dims
+    whose value is built into the graph.
+    """
+
+    class_name: str
+    program: str
+    exported: ExportedProgram
+    config: dict[str, Any]
+    parameters: dict[str, TracedParameter]
+    constants: dict[str, torch.Tensor]
+    placeholders: dict[str, str]
+    inputs: tuple[TracedInput, ...]
+    outputs: tuple[str, ...]
+    symbols: dict[str, str]
+    fixed: dict[str, int]
+    taps: tuple[Tap, ...] = field(default=())
+
+
+# --- the module -------------------------------------------------------------------------------
+
+
+def merged_config(cls: type, config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` with the constructor's defaults filled in, and without diffusers' private keys."""
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(cls).parameters.items()
+        if parameter.default is not inspect.Parameter.empty
+    }
+    return {**defaults, **{k: v for k, v in config.items() if not k.startswith("_")}}
+
+
+def build_module(
+    cls: type[nn.Module], config: Mapping[str, Any], *, dtype: torch.dtype = torch.bfloat16
+) -> tuple[nn.Module, FakeTensorMode]:
+    """An eval-mode module with fake parameters and persistent buffers; its other tensors are real.
+
+    dtypes are those of ``from_pretrained(torch_dtype=dtype)`` (diffusers 0.42 ``ModelMixin``):
+    the default dtype is ``dtype`` during construction; floating parameters and persistent buffers
+    are cast, but for ``_keep_in_fp32_modules``; other buffers and plain attributes are as built.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(tracked_fakes=[]))
+    with _fake_registration(mode), _default_dtype(dtype), torch.no_grad():
+        module = _construct(cls, config)
+    kept = getattr(module, "_keep_in_fp32_modules", None) or []
+    _cast(module, mode, dtype, [kept] if isinstance(kept, str) else list(kept))
+    return module.eval(), mode
+
+
+def _construct(cls: type[nn.Module], config: Mapping[str, Any]) -> nn.Module:
+    try:
+        if hasattr(cls, "from_config"):
+            return cls.from_config(dict(config))  # type: ignore[no-any-return]
+        return cls(**config)
+    except Exception as error:
+        raise MlxconvError(
+            f"{cls.__name__} cannot be built from its configuration: {error}. Check config.json"
+        ) from error
+
+
+@contextlib.contextmanager
+def _fake_registration(mode: FakeTensorMode) -> Iterator[None]:
+    """Every parameter and persistent buffer registered inside becomes a fake tensor."""
+    parameter, buffer = nn.Module.register_parameter, nn.Module.register_buffer
+
+    def fake_parameter(self: nn.Module, name: str, value: nn.Parameter | None) -> None:
+        if value is not None:
+            value = nn.Parameter(_fake(mode, value), requires_grad=False)
+        parameter(self, name, value)
+
+    def fake_buffer(
+        self: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True
+    ) -> None:
+        buffer(
+            self,
+            name,
+            _fake(mode, tensor) if persistent and tensor is not None else tensor,
+            persistent,
+        )
+
+    nn.Module.register_parameter = fake_parameter  # type: ignore[method-assign, assignment]
+    nn.Module.register_buffer = fake_buffer  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = parameter  # type: ignore[method-assign]
+        nn.Module.register_buffer = buffer  # type: ignore[method-assign]
+
+
+def _fake(
+    mode: FakeTensorMode, tensor: torch.Tensor, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    with mode:
+        return torch.empty(tensor.shape, dtype=dtype or tensor.dtype)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _cast(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype, kept: list[str]) -> None:
+    """Floating fakes to ``dtype``, or fp32 where a whole component of the name is in ``kept``."""
+    made: dict[int, torch.Tensor] = {}
+    for path, child in module.named_modules():
+        for name in [
+            *child._parameters,
+            *(set(child._buffers) - child._non_persistent_buffers_set),
+        ]:
+            old = getattr(child, name)
+            if old is None or not old.is_floating_point():
+                continue
+            parts = [*path.split("."), name]
+            new = torch.float32 if any(part in kept for part in parts) else dtype
+            if id(old) not in made:
+                fresh = _fake(mode, old, new)
+                made[id(old)] = (
+                    nn.Parameter(fresh, requires_grad=False) if name in child._parameters else fresh
+                )
+            setattr(child, name, made[id(old)])
+
+
+# --- the trace --------------------------------------------------------------------------------
+
+
+def trace(
+    cls: type[nn.Module],
+    config: Mapping[str, Any],
+    recipe: Recipe,
+    program: str = "forward",
+    *,
+    dims: Mapping[str, int] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Traced:
+    """Export one program of ``cls`` at the recipe's trace sizes (or ``dims``), free dims symbolic.
+
+    Raises MlxconvError where torch cannot export: it names the class, torch's reason and the
+    source line.
+    """
+    job = _job(cls, config, recipe, program, dims, dtype)
+    with _taps(job.module), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return _traced(job, _export(job))
+        except MlxconvError:
+            raise
+        except Exception as error:
+            raise _refused(cls, program, error) from error
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What one trace needs."""
+
+    module: nn.Module
+    recipe: Recipe
+    entry: ProgramRecipe
+    config: dict[str, Any]
+    dims: dict[str, int]
+    kwargs: dict[str, Any]
+    dtype: torch.dtype
+
+    def free(self, expression: Any) -> bool:
+        """Whether a size may vary: its expression reads a dim that is not declared fixed."""
+        return any(not self.recipe.dims[n].fixed for n in names_in(expression) if n in self.dims)
+
+    def size(self, expression: Expression) -> int | str:
+        """The expression if it reads a dim, else its value."""
+        if names_in(expression) & set(self.dims):
+            return expression
+        return int(evaluate(expression, self.config))
+
+
+def _job(
+    cls: type[nn.Module],
+    config: Mapping[str, Any],
+    recipe: Recipe,
+    program: str,
+    dims: Mapping[str, int] | None,
+    dtype: torch.dtype,
+) -> _Job:
+    entry = recipe.program(program)
+    module, _ = build_module(cls, config, dtype=dtype)
+    if entry.method != "forward":
+        module.forward = getattr(module, entry.method)
+    merged = merged_config(cls, config)
+    return _Job(
+        module,
+        recipe,
+        entry,
+        merged,
+        recipe.trace_dims(merged, dims),
+        example_inputs(recipe, program, merged, dims, dtype=dtype),
+        dtype,
+    )
+
+
+def _export(job: _Job) -> ExportedProgram:
+    shapes = _dynamic_shapes(job)
+    exported = torch.export.export(job.module, (), job.kwargs, dynamic_shapes=shapes, strict=False)
+    decomposed: ExportedProgram = exported.run_decompositions({})
+    return decomposed
+
+
+def _dynamic_shapes(job: _Job) -> dict[str, Any]:
+    """AUTO for each axis whose expression reads a free dim, and for each such Python int."""
+
+    def auto(expression: Any) -> Any:
+        return Dim.AUTO if job.free(expression) else None
+
+    def of_tensor(name: str) -> dict[int, Any]:
+        sizes = job.entry.inputs[name].shape
+        return {axis: Dim.AUTO for axis, size in enumerate(sizes) if job.free(size)}
+
+    shapes: dict[str, Any] = {}
+    for name, value in job.kwargs.items():
+        if name not in job.entry.inputs:
+            shapes[name] = pytree.tree_map(auto, job.entry.arguments[name])
+        elif isinstance(value, list):
+            shapes[name] = [of_tensor(name)] * len(value)
+        else:
+            shapes[name] = of_tensor(name)
+    return shapes
+
+
+@contextlib.contextmanager
+def _taps(module: nn.Module) -> Iterator[None]:
+    """Inside, each submodule's output tensors pass through the identity ``mlxconv::tap``."""
+    handles = [
+        child.register_forward_hook(_tap_hook(path))
+        for path, child in module.named_modules(remove_duplicate=False)
+        if path
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tap_hook(path: str) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        seen = {id(arg) for arg in args}
+        leaves, spec = pytree.tree_flatten(output)
+        # A module that returns its input (dropout, identity) has nothing of its own to read.
+        tapped = [
+            torch.ops.mlxconv.tap(leaf, path, index)
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in seen
+            else leaf
+            for index, leaf in enumerate(leaves)
+        ]
+        return pytree.tree_unflatten(tapped, spec)
+
+    return hook
+
+
+def _refused(cls: type[nn.Module], program: str, error: Exception) -> MlxconvError:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = lines[0] if lines else type(error).__name__
+    return MlxconvError(
+        f"{cls.__name__}.{program} cannot be traced: {reason} (at {_where(error)}). If a size or a "
+        "value of an input decides what the class does, declare that dim fixed in its recipe, or "
+        "pass another input (no mask, trimmed embeddings)"
+    )
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line of the traced library's own source, or what torch says of it."""
+    found = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        for library in ("diffusers", "transformers"):
+            if f"/{library}/" in frame.filename:
+                found = f"{library}/{frame.filename.split(f'/{library}/')[-1]}:{frame.lineno}"
+    return found or "an unknown line"
+
+
+# --- what came out ----------------------------------------------------------------------------
+
+
+def _traced(job: _Job, exported: ExportedProgram) -> Traced:
+    signature = exported.graph_signature
+    parameters = _parameters(job)
+    placeholders = {
+        **signature.inputs_to_parameters,
+        **signature.inputs_to_buffers,
+        **signature.inputs_to_lifted_tensor_constants,
+    }
+    names = [name for name in placeholders.values() if name not in parameters]
+    inputs = _inputs(job, exported, set(placeholders))
+    return Traced(
+        class_name=type(job.module).__name__,
+        program=job.entry.name,
+        exported=exported,
+        config=job.config,
+        parameters=parameters,
+        constants={name: _constant(job, exported, name) for name in names},
+        placeholders=placeholders,
+        inputs=inputs,
+        outputs=_outputs(exported),
+        symbols=_symbols(exported, inputs),
+        fixed=_fixed(job, exported, inputs),
+        taps=tuple(
+            Tap(str(node.args[1]), int(node.args[2]), node.name)
+            for node in exported.graph.nodes
+            if node.target is torch.ops.mlxconv.tap.default
+        ),
+    )
+
+
+def _parameters(job: _Job) -> dict[str, TracedParameter]:
+    def name_of(dtype: torch.dtype) -> str:
+        return "compute" if dtype == job.dtype else str(dtype).removeprefix("torch.")
+
+    return {
+        name: TracedParameter(name, tuple(tensor.shape), name_of(tensor.dtype))
+        for name, tensor in job.module.state_dict(keep_vars=True).items()
+    }
+
+
+def _constant(job: _Job, exported: ExportedProgram, name: str) -> torch.Tensor:
+    value = exported.constants.get(name, exported.state_dict.get(name))
+    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+        raise MlxconvError(
+            f"constant {name!r} of {type(job.module).__name__} has no value: {value!r}"
+        )
+    return value.detach()
+
+
+def _inputs(job: _Job, exported: ExportedProgram, known: set[str]) -> tuple[TracedInput, ...]:
+    """The graph's own placeholders, matched in order with the leaves of the keyword arguments."""
+    nodes = [n for n in exported.graph.nodes if n.op == "placeholder" and n.name not in known]
+    order = exported.call_spec.in_spec.child(1).context
+    leaves = pytree.tree_flatten_with_path({name: job.kwargs[name] for name in order})[0]
+    return tuple(
+        _input(job, node, tuple(_key(part) for part in path), value)
+        for node, (path, value) in zip(nodes, leaves, strict=True)
+    )
+
+
+def _key(part: Any) -> str | int:
+    return part.key if isinstance(part, pytree.MappingKey) else part.idx  # type: ignore[no-any-return]
+
+
+def _input(job: _Job, node: Node, path: tuple[str | int, ...], value: Any) -> TracedInput:
+    spec = job.entry.inputs.get(str(path[0]))
+    if spec is not None:
+        return TracedInput(
+            node.name,
+            path,
+            "tensor",
+            shape=tuple(job.size(size) for size in spec.shape),
+            dtype=spec.dtype,
+            stage=spec.stage,
+        )
+    if isinstance(node.meta["val"], torch.SymInt):
+        expression = pytree.tree_leaves(_at(job.entry.arguments[str(path[0])], path[1:]))[0]
+        return TracedInput(node.name, path, "int", shape=(expression,))
+    return TracedInput(node.name, path, "constant", stage="constant", value=value)
+
+
+def _at(tree: Any, path: tuple[str | int, ...]) -> Any:
+    for part in path:
+        tree = tree[part]
+    return tree
+
+
+def _outputs(exported: ExportedProgram) -> tuple[str, ...]:
+    return tuple(str(name) for name in exported.graph_signature.user_outputs)
+
+
+def _sizes(
+    exported: ExportedProgram, inputs: tuple[TracedInput, ...]
+) -> Iterator[tuple[str, int | torch.SymInt]]:
+    """Each recipe expression among the inputs, with the size that the graph has for it."""
+    nodes = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
+    for item in inputs:
+        value = nodes[item.placeholder].meta["val"]
+        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+        for expression, size in zip(item.shape or (), sizes):
+            if isinstance(expression, str):
+                yield expression, size
+
+
+def _symbols(exported: ExportedProgram, inputs: tuple[TracedInput, ...]) -> dict[str, str]:
+    return {
+        str(size): expression
+        for expression, size in _sizes(exported, inputs)
+        if isinstance(size, torch.SymInt)
+    }
+
+
+def _fixed(job: _Job, exported: ExportedProgram, inputs: tuple[TracedInput, ...]) -> dict[str, int]:
+    built_in = {
+        name
+        for expression, size in _sizes(exported, inputs)
+        if not isinstance(size, torch.SymInt)
+        for name in names_in(expression)
+    }
+    for name, value in job.entry.arguments.items():
+        if not any(item.kind == "int" and item.path[0] == name for item in inputs):
+            built_in.update(*(names_in(leaf) for leaf in pytree.tree_leaves(value)))
+    return {name: size for name, size in job.dims.items() if name in built_in}
