@@ -1,0 +1,279 @@
+"""Affine quantization in MLX's layout, in numpy: w is about scale * code + bias, group by group.
+
+The work is done over blocks of groups that stay in a core's cache. That costs less CPU time than
+`mx.quantize` on CPU, needs no compiler (as `mx.compile` does there), and gives the same bytes on
+every machine. The "rtn" result is bit-identical to `mx.quantize` on CPU.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Floats = NDArray[np.float32]
+
+AFFINE_BITS = (2, 3, 4, 5, 6, 8)
+METHODS = ("rtn", "refit", "search")
+
+# Elements a block: its buffers stay in a core's second-level cache.
+_BLOCK = 1 << 18
+_EPSILON = np.float32(1e-7)
+# Shares of the range that "search" also starts from.
+_CLIPS = (np.float32(0.95), np.float32(0.87), np.float32(0.8))
+
+
+def quantize_affine(
+    weight: Array,
+    out: tuple[Array, Array, Array],
+    *,
+    bits: int,
+    group: int,
+    dtype: str,
+    method: str,
+) -> None:
+    """Quantize `weight` (rows, width), bfloat16 as its uint16 bits, into `out`, in place.
+
+    out: codes uint32 (rows, width * bits / 32), scales and biases (rows, width / group) as their
+    bits in `dtype` (uint16 for the 16-bit ones, float32 for float32).
+    """
+    source = weight.reshape(-1, group)
+    codes = out[0].reshape(-1, group * bits // 32)
+    scales, biases = out[1].reshape(-1), out[2].reshape(-1)
+    # Not a power of two: transposing into rows so far apart would hit one cache set 64 times.
+    step = _BLOCK // group + 16
+    work = _Workspace(group, min(step, len(source)))
+    rounding = _ROUNDINGS[dtype]
+    held = "bfloat16" if weight.dtype == np.uint16 else weight.dtype.name
+    cast = method == "rtn" and held != dtype
+    with np.errstate(all="ignore"):
+        for block in _blocks(len(source), step):
+            work = work.load(source[block])
+            if cast:
+                work.weight[...] = rounding.nearest(work.weight)
+            fit = _fit(work, bits, rounding, method)
+            codes[block] = _pack(_integers(work, fit), bits)
+            scales[block], biases[block] = (rounding.encode(part) for part in fit)
+
+
+def _blocks(count: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+# ------------------------------------------------------------------------------ storage rounding
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """float32 values as a storage dtype holds them.
+
+    nearest: ties to even. away: the next value away from zero, unless exact. encode: the bits.
+    """
+
+    nearest: Callable[[Floats], Floats]
+    away: Callable[[Floats], Floats]
+    encode: Callable[[Floats], Array]
+
+
+def _bfloat_nearest(values: Floats) -> Floats:
+    bits = values.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+    return np.where(np.isnan(values), values, rounded.view(np.float32))
+
+
+def _bfloat_away(values: Floats) -> Floats:
+    rounded = (values.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)
+    return np.where(np.isfinite(values), rounded.view(np.float32), values)
+
+
+def _bfloat_bits(values: Floats) -> Array:
+    return (_bfloat_nearest(values).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def _half_nearest(values: Floats) -> Floats:
+    return values.astype(np.float16).astype(np.float32)
+
+
+def _half_away(values: Floats) -> Floats:
+    half = values.astype(np.float16)
+    short = np.abs(half.astype(np.float32)) < np.abs(values)
+    further = np.nextafter(half, np.copysign(np.float16(np.inf), half))
+    return np.where(short, further, half).astype(np.float32)
+
+
+def _half_bits(values: Floats) -> Array:
+    return values.astype(np.float16).view(np.uint16)
+
+
+def _same(values: Floats) -> Floats:
+    return values
+
+
+_ROUNDINGS = {
+    "bfloat16": _Rounding(_bfloat_nearest, _bfloat_away, _bfloat_bits),
+    "float16": _Rounding(_half_nearest, _half_away, _half_bits),
+    "float32": _Rounding(_same, _same, _same),
+}
+
+
+# ------------------------------------------------------------------------------------- one block
+
+
+class _Workspace:
+    """Buffers of one block, (group, groups): a group is a column, so that what is done to every
+    group is one operation on long contiguous rows."""
+
+    def __init__(self, group: int, groups: int) -> None:
+        self.half = np.empty((group, groups), np.uint16)
+        self.weight = np.empty((group, groups), np.float32)
+        self.scaled = np.empty((group, groups), np.float32)
+        self.codes = np.empty((group, groups), np.float32)
+
+    def load(self, source: Array) -> "_Workspace":
+        """A workspace of the right size with (groups, group), bfloat16 as uint16, in `weight`."""
+        if len(source) != self.weight.shape[1]:
+            return _Workspace(source.shape[1], len(source)).load(source)
+        if source.dtype != np.uint16:
+            np.copyto(self.weight, source.T)
+            return self
+        # Four at a time: transposing 8-byte items costs a third less than 2-byte ones.
+        quads = source.view(np.uint64).T.copy().view(np.uint16).reshape(-1, len(source), 4)
+        np.copyto(self.half.reshape(-1, 4, len(source)), quads.transpose(0, 2, 1))
+        np.left_shift(self.half, 16, out=self.weight.view(np.uint32), dtype=np.uint32)
+        return self
+
+    def encode(self, fit: "_Fit", bits: int) -> None:
+        """`scaled` = (weight - bias) / scale, and `codes` = the nearest code to it."""
+        scale, bias = fit
+        np.subtract(self.weight, bias, out=self.scaled)
+        np.divide(self.scaled, scale, out=self.scaled)
+        np.rint(self.scaled, out=self.codes)
+        np.clip(self.codes, 0, 2**bits - 1, out=self.codes)
+
+    def encode_again(self, fit: "_Fit", stale: NDArray[np.bool_], bits: int) -> None:
+        """Replace the codes of the groups that are stale."""
+        columns = np.flatnonzero(stale)
+        if not len(columns):
+            return
+        scaled = self.weight[:, columns]
+        scaled -= fit[1][columns]
+        scaled /= fit[0][columns]
+        np.rint(scaled, out=scaled)
+        self.codes[:, columns] = np.clip(scaled, 0, 2**bits - 1, out=scaled)
+
+    def error(self, fit: "_Fit") -> Floats:
+        """Squared error (groups,) of the codes; `scaled` becomes the residual, in codes."""
+        np.subtract(self.scaled, self.codes, out=self.scaled)
+        squares: Floats = np.einsum("ij,ij->j", self.scaled, self.scaled)
+        return squares * fit[0] * fit[0]
+
+
+# Scale and bias of each group, (groups,) both.
+_Fit = tuple[Floats, Floats]
+
+
+def _edges(work: _Workspace, bits: int, rounding: _Rounding) -> _Fit:
+    """MLX's scale and bias, not rounded yet (`quantize` in mlx/backend/cpu/quantized.cpp, 0.32).
+
+    The bias is the group's edge of larger magnitude, and the scale makes zero a code.
+    """
+    low = rounding.nearest(work.weight.min(axis=0))
+    high = rounding.nearest(work.weight.max(axis=0))
+    below = np.abs(low) > np.abs(high)
+    scale = np.maximum((high - low) / np.float32(2**bits - 1), _EPSILON)
+    scale = np.where(below, scale, -scale)
+    edge = np.where(below, low, high)
+    zero = np.rint(edge / scale)
+    return np.where(zero != 0, edge / zero, scale), np.where(zero != 0, edge, np.float32(0))
+
+
+def _fit(work: _Workspace, bits: int, rounding: _Rounding, method: str) -> _Fit:
+    """Choose scale and bias, leaving their codes in the workspace; as stored, but for "rtn"."""
+    fit = best = _edges(work, bits, rounding)
+    if method == "rtn":
+        work.encode(fit, bits)
+        return fit
+    least = np.full_like(fit[0], np.inf)
+    for fit in _candidates(work, best, bits, rounding, method):
+        work.encode(fit, bits)
+        error = work.error(fit)
+        better = error < least
+        best = np.where(better, fit[0], best[0]), np.where(better, fit[1], best[1])
+        least = np.where(better, error, least)
+    work.encode_again(best, (fit[0] != best[0]) | (fit[1] != best[1]), bits)
+    return best
+
+
+def _candidates(
+    work: _Workspace, edges: _Fit, bits: int, rounding: _Rounding, method: str
+) -> Iterator[_Fit]:
+    """Fits to try. Each is encoded before the next is asked for: least squares start from it.
+
+    The first is what `mx.quantize` stores, so no group ends worse. At 8 bit what hurts is the
+    rounding of the scale, not its value: rounded away from zero it never clips the far edge. Below
+    that the value counts, and least squares find a better one.
+    """
+    scale, bias = edges
+    thorough = method == "search"
+    starts = [((rounding.nearest(scale), bias), 3 if thorough else int(bits < 8))]
+    if bits == 8 or thorough:
+        starts.append(((rounding.away(scale), bias), 0))
+    if thorough and bits < 8:
+        starts += [((rounding.nearest(scale * c), rounding.nearest(bias * c)), 2) for c in _CLIPS]
+    for fit, refits in starts:
+        yield fit
+        for _ in range(refits):
+            fit = _least_squares(work, fit, rounding)
+            yield fit
+
+
+def _least_squares(work: _Workspace, fit: _Fit, rounding: _Rounding) -> _Fit:
+    """Scale and bias fitted to the codes, rounded: residual = shift + tilt * code.
+
+    Regressing the residual instead of the weight keeps float32 sums accurate.
+    """
+    scale, bias = fit
+    count = np.float32(len(work.codes))
+    mean = work.codes.sum(axis=0) / count
+    shift = work.scaled.sum(axis=0) / count
+    spread = np.einsum("ij,ij->j", work.codes, work.codes) - count * mean * mean
+    tilt = (np.einsum("ij,ij->j", work.codes, work.scaled) - count * mean * shift) / spread
+    fitted = rounding.nearest(scale * (1 + tilt))
+    # With the scale as it was rounded, the line still has to pass through the means.
+    return fitted, rounding.nearest(bias + scale * (mean + shift) - fitted * mean)
+
+
+def _integers(work: _Workspace, fit: _Fit) -> NDArray[np.uint32]:
+    """The codes as uint32 (group, groups); 0 in groups of NaN or infinity."""
+    if not np.isfinite(fit[0]).all() or not np.isfinite(fit[1]).all():
+        np.nan_to_num(work.codes, copy=False, nan=0)
+    # int32 first: the direct cast to uint32 is twice as slow. `scaled` is free by now.
+    integers = work.scaled.view(np.int32)
+    np.copyto(integers, work.codes, casting="unsafe")
+    return integers.view(np.uint32)
+
+
+def _pack(codes: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:
+    """Codes (group, groups) to words (groups, group * bits / 32): an LSB-first bit stream.
+
+    Overwrites `codes`: neighbours are merged in place until a field no longer fits into a word
+    twice, then the fields are laid into words, across their borders for 3, 5 and 6 bit.
+    """
+    group, groups = codes.shape
+    fields, wide = codes, bits
+    while 2 * wide <= 32:
+        upper = fields[1::2]
+        np.left_shift(upper, np.uint32(wide), out=upper)
+        np.bitwise_or(fields[::2], upper, out=fields[::2])
+        fields, wide = fields[::2], 2 * wide
+    if wide == 32:
+        return fields.T
+    words = np.zeros((group * bits // 32, groups), np.uint32)
+    for index, field in enumerate(fields):
+        word, shift = divmod(index * wide, 32)
+        words[word] |= field << np.uint32(shift)
+        if shift + wide > 32:
+            words[word + 1] |= field >> np.uint32(32 - shift)
+    return words.T

@@ -1,0 +1,461 @@
+"""Precision policy: which tensor is stored how; and `quantize`, which does it."""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlxconv.runtime.errors import MlxconvError
+
+from .affine import AFFINE_BITS, METHODS, quantize_affine
+
+AFFINE_GROUPS = (128, 64, 32)
+DEFAULT_GROUP = 64
+MX_FORMATS = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
+MODULATION_BITS = 8
+NVFP4_MAX_ERROR = 0.12
+
+_FLOAT_NAMES = {
+    "fp32": "float32",
+    "float32": "float32",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+}
+_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+# ------------------------------------------------------------------------------------- precision
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How one tensor is stored.
+
+    dtype: of an unquantized tensor, and of affine scales and biases ("float32", "bfloat16", ...).
+    mode: None (not quantized), "affine", "mxfp4", "mxfp8" or "nvfp4".
+    bits, group_size: of the codes; weights of one group share a scale. None when not quantized.
+    """
+
+    dtype: str
+    mode: str | None = None
+    bits: int | None = None
+    group_size: int | None = None
+
+    @property
+    def quantized(self) -> bool:
+        return self.mode is not None
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits per weight, scales and biases included."""
+        if self.bits is None or self.group_size is None:
+            return 32.0 if self.dtype in ("float32", "int32", "uint32") else 16.0
+        if self.mode != "affine":
+            return self.bits + 8 / self.group_size
+        return self.bits + 2 * (32 if self.dtype == "float32" else 16) / self.group_size
+
+    def __str__(self) -> str:
+        if self.mode is None:
+            return self.dtype
+        name = f"{self.bits}bit" if self.mode == "affine" else self.mode
+        return f"{name} g{self.group_size}"
+
+
+def affine(bits: int, group_size: int = DEFAULT_GROUP, dtype: str = "bfloat16") -> Precision:
+    """Affine precision: `bits` a weight, one scale and one bias in `dtype` a group."""
+    return Precision(dtype, "affine", bits, group_size)
+
+
+def precision_names() -> list[str]:
+    """The canonical names `parse_precision` takes, most precise first."""
+    bits = [f"{b}bit" for b in sorted(AFFINE_BITS, reverse=True)]
+    return ["fp32", "bf16", "fp16", *bits, "mxfp8", "mxfp4", "nvfp4"]
+
+
+def parse_precision(text: str, group_size: int | None = None) -> Precision:
+    """Read a precision as the CLI's `--q` writes it: "bf16", "4bit", "int4", "q4", "nvfp4", ...
+
+    Raises MlxconvError for an unknown name, and for a group size that the precision cannot take.
+    """
+    name = text.strip().lower()
+    if name in _FLOAT_NAMES:
+        _refuse_group(text, group_size, None)
+        return Precision(_FLOAT_NAMES[name])
+    if name in MX_FORMATS:
+        bits, group = MX_FORMATS[name]
+        _refuse_group(text, group_size, group)
+        return Precision("bfloat16", name, bits, group)
+    match = re.fullmatch(r"(?:int|q)?(\d+)(?:-?bits?)?", name)
+    if match is None or int(match[1]) not in AFFINE_BITS:
+        known = ", ".join(precision_names())
+        raise MlxconvError(f"unknown precision {text!r}: expected one of {known}")
+    group = DEFAULT_GROUP if group_size is None else group_size
+    if group not in AFFINE_GROUPS:
+        raise MlxconvError(f"group size {group} is not supported: {text} takes 32, 64 or 128")
+    return affine(int(match[1]), group)
+
+
+def _refuse_group(text: str, asked: int | None, fixed: int | None) -> None:
+    if asked is not None and asked != fixed:
+        has = "has no groups" if fixed is None else f"has a fixed group size of {fixed}"
+        raise MlxconvError(f"{text} {has}: drop --group-size {asked}, or choose an affine one")
+
+
+def layout(shape: Sequence[int], precision: Precision) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shapes and safetensors dtypes of a stored (out, in) weight, known before it is read.
+
+    The keys are the last name component in the file: "weight", and when quantized "scales" and
+    (affine only) "biases".
+    """
+    if precision.bits is None or precision.group_size is None:
+        return {"weight": (tuple(shape), _CODES[precision.dtype])}
+    rows, width = shape
+    scales = (rows, width // precision.group_size)
+    parts: dict[str, tuple[tuple[int, ...], str]] = {
+        "weight": ((rows, width * precision.bits // 32), "U32")
+    }
+    if precision.mode != "affine":
+        return parts | {"scales": (scales, "U8")}
+    code = _CODES[precision.dtype]
+    return parts | {"scales": (scales, code), "biases": (scales, code)}
+
+
+# ---------------------------------------------------------------------------------------- policy
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One program parameter as convert sees it.
+
+    shape: torch layout. dtype: "compute" (follows the policy), or a fixed one ("float32", "int32").
+    kind: "linear", "embedding", "conv" or "other".
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "compute"
+    kind: str = "other"
+
+    @property
+    def module(self) -> str:
+        """The parameter's name without a final `.weight`: what patterns are matched against."""
+        return self.name.removesuffix(".weight")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How a parameter is stored. `why` is None when it got what was asked, else a short reason."""
+
+    name: str
+    precision: Precision
+    why: str | None = None
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Precision of each parameter. The first rule that speaks wins, in this order:
+
+    overrides (`--set`), keep (`--keep`), recipe_keep, modulation (8 bit below 8 bit), default.
+    Patterns are anchored globs on module names, see `matches`.
+    """
+
+    default: Precision
+    keep: Sequence[str] = ()
+    recipe_keep: Sequence[str] = ()
+    modulation: Sequence[str] = ()
+    overrides: Sequence[tuple[str, Precision]] = ()
+
+    def decide(self, parameter: Parameter) -> Decision:
+        if parameter.dtype != "compute":
+            return self._fixed(parameter)
+        asked, why = self._asked(parameter)
+        if not asked.quantized:
+            return Decision(parameter.name, asked, why)
+        if parameter.kind != "linear" or len(parameter.shape) != 2:
+            return Decision(parameter.name, Precision(asked.dtype), "not a linear weight")
+        fitted, unfit = fit_group(asked, parameter.shape[-1])
+        return Decision(parameter.name, fitted, "; ".join(filter(None, (why, unfit))) or None)
+
+    def _fixed(self, parameter: Parameter) -> Decision:
+        same = parameter.dtype == self.default.dtype
+        why = None if same else f"the model keeps it in {parameter.dtype}"
+        return Decision(parameter.name, Precision(parameter.dtype), why)
+
+    def _asked(self, parameter: Parameter) -> tuple[Precision, str | None]:
+        module, kept = parameter.module, Precision(self.default.dtype)
+        for pattern, precision in self.overrides:
+            if matches(pattern, module):
+                return precision, None
+        if self.default.quantized:
+            if user := _first_match(self.keep, module):
+                return kept, f"--keep {user}"
+            if recipe := _first_match(self.recipe_keep, module):
+                return kept, f"recipe keeps {recipe}"
+            if (self.default.bits or 0) < MODULATION_BITS and _first_match(self.modulation, module):
+                return _modulation_precision(self.default), f"modulation at {MODULATION_BITS} bit"
+        return self.default, None
+
+
+def _modulation_precision(default: Precision) -> Precision:
+    """adaLN at 4 bit is what breaks Qwen-Image at 4 bit; at 8 bit it costs little."""
+    group = default.group_size if default.mode == "affine" else None
+    return affine(MODULATION_BITS, group or DEFAULT_GROUP, default.dtype)
+
+
+def fit_group(precision: Precision, width: int) -> tuple[Precision, str | None]:
+    """The precision with the largest group, at most the one asked, that divides `width`.
+
+    When none does, the unquantized precision. The second value says so, and is None when the group
+    asked for divides.
+    """
+    asked = precision.group_size
+    if asked is None or width % asked == 0:
+        return precision, None
+    groups = [asked]
+    if precision.mode == "affine":
+        groups = [group for group in AFFINE_GROUPS if group <= asked]
+    for group in groups:
+        if width % group == 0:
+            why = f"group {group}: width {width} is not divisible by {asked}"
+            return replace(precision, group_size=group), why
+    tried = ", ".join(map(str, groups))
+    by = f"by none of {tried}" if len(groups) > 1 else f"not by {tried}"
+    return Precision(precision.dtype), f"width {width} is divisible {by}"
+
+
+@lru_cache(maxsize=65536)
+def matches(pattern: str, module: str) -> bool:
+    """Whether an anchored glob matches a whole module name.
+
+    `*`, `?` and `[..]` match within one dotted component, `**` matches any number of components
+    (also none). So `proj_out` does not match `single_transformer_blocks.3.proj_out`.
+    """
+    return _match_parts(tuple(pattern.split(".")), tuple(module.split(".")))
+
+
+def _match_parts(pattern: tuple[str, ...], parts: tuple[str, ...]) -> bool:
+    if not pattern:
+        return not parts
+    head, rest = pattern[0], pattern[1:]
+    if head == "**":
+        return any(_match_parts(rest, parts[skip:]) for skip in range(len(parts) + 1))
+    return bool(parts) and fnmatchcase(parts[0], head) and _match_parts(rest, parts[1:])
+
+
+def _first_match(patterns: Iterable[str], module: str) -> str | None:
+    return next((pattern for pattern in patterns if matches(pattern, module)), None)
+
+
+def check_patterns(patterns: Iterable[str], modules: Iterable[str]) -> None:
+    """Raise MlxconvError when a pattern matches no module, naming the closest modules."""
+    names = list(modules)
+    for pattern in patterns:
+        if not any(matches(pattern, name) for name in names):
+            raise MlxconvError(f"pattern {pattern!r} matches no module{_closest(pattern, names)}")
+
+
+def _closest(pattern: str, names: list[str]) -> str:
+    inside = [name for name in names if matches(f"**.{pattern}", name)]
+    close = inside[:3] or difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
+    hint = "; patterns match the whole name: `**.` before it reaches into blocks"
+    return (f": did you mean {', '.join(close)}?" if close else "") + (hint if inside else "")
+
+
+@dataclass(frozen=True)
+class PolicyFile:
+    """What a `--q FILE.toml` says: see `load_policy_file`."""
+
+    default: Precision
+    overrides: tuple[tuple[str, Precision], ...] = ()
+    keep: tuple[str, ...] = ()
+
+
+def load_policy_file(path: Path) -> PolicyFile:
+    """Read a precision policy: `default = "4bit"`, `group_size = 64`, `keep = ["pattern"]`, and
+    a table `[set]` of `"pattern" = "8bit"`.
+
+    Raises MlxconvError, naming the file and the key, when it cannot be read as one.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise MlxconvError(f"{path}: cannot read the precision policy: {error}") from error
+    if unknown := sorted(table.keys() - {"default", "group_size", "keep", "set"}):
+        raise MlxconvError(
+            f"{path}: unknown key {unknown[0]!r}: expected default, group_size, keep or [set]"
+        )
+    group = _entry(path, table, "group_size", int, None)
+    keep = _entry(path, table, "keep", list, [])
+    if bad := [pattern for pattern in keep if not isinstance(pattern, str)]:
+        raise MlxconvError(f"{path}: key 'keep': expected patterns, found {bad[0]!r}")
+    chosen = _entry(path, table, "set", dict, {})
+    return PolicyFile(
+        _file_precision(path, "default", _entry(path, table, "default", str, "bf16"), group),
+        tuple((name, _file_precision(path, f"set.{name}", chosen[name])) for name in chosen),
+        tuple(keep),
+    )
+
+
+def _entry(path: Path, table: dict[str, Any], key: str, kind: type, default: Any) -> Any:
+    value = table.get(key, default)
+    if value is not default and not isinstance(value, kind):
+        raise MlxconvError(f"{path}: key {key!r}: expected {kind.__name__}, found {value!r}")
+    return value
+
+
+def _file_precision(path: Path, key: str, text: object, group: int | None = None) -> Precision:
+    if not isinstance(text, str):
+        raise MlxconvError(f'{path}: key {key!r}: expected a precision like "8bit", found {text!r}')
+    try:
+        return parse_precision(text, group)
+    except MlxconvError as error:
+        raise MlxconvError(f"{path}: key {key!r}: {error}") from error
+
+
+# ------------------------------------------------------------------------------------- quantize
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A quantized (out, in) matrix in MLX's layout.
+
+    weight: uint32 (out, in * bits / 32), codes as an LSB-first bit stream per row.
+    scales: (out, in / group_size); biases: the same for affine, None for mx formats.
+    """
+
+    weight: mx.array
+    scales: mx.array
+    biases: mx.array | None
+    precision: Precision
+
+    def tensors(self) -> dict[str, mx.array]:
+        """The parts under the names of `layout`, in its order."""
+        parts = {"weight": self.weight, "scales": self.scales}
+        return parts if self.biases is None else parts | {"biases": self.biases}
+
+
+def quantize(weight: mx.array, precision: Precision, method: str = "refit") -> Quantized:
+    """Quantize a float (out, in) matrix; `in` must be divisible by the group size.
+
+    method (affine only; mx formats are always rounded to nearest):
+    "rtn": bit-identical to `mx.quantize` of the weight cast to `precision.dtype`.
+    "refit": codes are derived against the scale and bias *as stored*, and scale and bias are
+    fitted to the codes by least squares; per group the candidate with the least squared error
+    against `weight` is kept, so no group is worse than with "rtn".
+    "search": the same with more iterations, and from a clipped range too.
+
+    Beyond the result it holds some 10 MB (affine) or 100 MB (mx formats), whatever the matrix.
+    A group with NaN or infinity gets a scale of NaN or infinity: it stays visible.
+    """
+    if precision.bits is None or precision.group_size is None:
+        raise MlxconvError(f"cannot quantize to {precision}: it is not a quantized precision")
+    if weight.ndim != 2 or weight.shape[1] % precision.group_size:
+        raise MlxconvError(
+            f"cannot quantize a weight of shape {tuple(weight.shape)} to {precision}: expected "
+            f"(out, in) with `in` divisible by {precision.group_size}"
+        )
+    if method not in METHODS:
+        raise MlxconvError(f"unknown method {method!r}: expected one of {', '.join(METHODS)}")
+    if precision.mode != "affine":
+        return _quantize_mx(weight, precision)
+    return _quantize_affine(weight, precision, method)
+
+
+def dequantize(quantized: Quantized) -> mx.array:
+    """The (out, in) matrix in float32, computed in float32."""
+    precision = quantized.precision
+    scales, biases = quantized.scales, quantized.biases
+    if biases is not None:
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+    return mx.dequantize(
+        quantized.weight,
+        scales,
+        biases,
+        group_size=precision.group_size,
+        bits=precision.bits,
+        mode=precision.mode or "affine",
+        dtype=mx.float32,
+    )
+
+
+def relative_error(quantized: Quantized, weight: mx.array) -> float:
+    """||dequantized - weight|| / ||weight||, 0 for a weight of zeros."""
+    exact = np.asarray(weight.astype(mx.float32))
+    size = float(np.linalg.norm(exact))
+    return float(np.linalg.norm(np.asarray(dequantize(quantized)) - exact)) / size if size else 0.0
+
+
+def guard_flush(weight: mx.array, precision: Precision) -> tuple[Precision, str | None]:
+    """Replace nvfp4 where it would flush a small weight to zero; say so in the second value.
+
+    nvfp4 has an E4M3 scale per 16 weights and MLX's products take no global scale, so groups below
+    about 0.006 lose their scale: error 100 % at a weight std of 0.001. Call it before the layout of
+    the file is fixed; it measures the round trip of at most 64 rows spread over the (out, in)
+    `weight`. The fallback is affine 4 bit (as many bytes); other precisions return unchanged.
+    """
+    if precision.mode != "nvfp4":
+        return precision, None
+    rows = np.unique(np.linspace(0, weight.shape[0] - 1, 64).astype(np.int32))
+    sample = weight[mx.array(rows)]
+    error = relative_error(quantize(sample, precision), sample)
+    if error <= NVFP4_MAX_ERROR:
+        return precision, None
+    fitted, why = fit_group(affine(4, dtype=precision.dtype), weight.shape[1])
+    return fitted, "; ".join(filter(None, (f"nvfp4 would flush: error {error:.2f}", why)))
+
+
+# Elements a call: nvfp4 on CPU needs some 80 bytes an element beyond the result.
+_MX_CHUNK = 1 << 20
+
+
+def _quantize_mx(weight: mx.array, precision: Precision) -> Quantized:
+    rows, width = weight.shape
+    mode = precision.mode or "affine"
+    parts = [_zeros(*spec) for spec in layout(weight.shape, precision).values()]
+    step = max(1, _MX_CHUNK // width)
+    for start in range(0, rows, step):
+        chunk = weight[start : start + step].astype(getattr(mx, precision.dtype))
+        results = mx.quantize(chunk, precision.group_size, precision.bits, mode)
+        mx.eval(*results)
+        for part, result in zip(parts, results, strict=True):
+            _view(part)[start : start + step] = np.asarray(result)
+    return Quantized(parts[0], parts[1], None, precision)
+
+
+def _zeros(shape: tuple[int, ...], code: str) -> mx.array:
+    kinds = {"U32": mx.uint32, "U8": mx.uint8, "F32": mx.float32}
+    array = mx.zeros(shape, kinds.get(code, mx.uint16))
+    mx.eval(array)
+    return array
+
+
+def _view(array: mx.array) -> NDArray[Any]:
+    """The evaluated array's own memory, writable; bfloat16 as its uint16 bits."""
+    bits = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+    mx.eval(bits)
+    return np.array(bits, copy=False)
+
+
+def _quantize_affine(weight: mx.array, precision: Precision, method: str) -> Quantized:
+    parts = [_zeros(*spec) for spec in layout(weight.shape, precision).values()]
+    quantize_affine(
+        _view(weight),
+        (_view(parts[0]), _view(parts[1]), _view(parts[2])),
+        bits=precision.bits or 0,
+        group=precision.group_size or 0,
+        dtype=precision.dtype,
+        method=method,
+    )
+    scales, biases = (part.view(getattr(mx, precision.dtype)) for part in parts[1:])
+    return Quantized(parts[0], scales, biases, precision)
