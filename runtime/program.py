@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from .errors import MlxconvError
 
@@ -38,12 +38,12 @@ class Weight:
 
 
 Leaf = None | bool | int | float | str | Ref | Weight
-Arg = Leaf | tuple["Arg", ...]
+Arg: TypeAlias = "Leaf | tuple[Arg, ...]"
 
 
 @dataclass(slots=True)
 class Node:
-    """`out = op(**args)`. `module` is the module path it was traced from, `types` one per output."""
+    """`out = op(**args)`; `module` is the path of the module traced, `types` are one per output."""
 
     op: str
     out: tuple[str, ...]
@@ -93,7 +93,7 @@ class Parameter:
     """A weight the program reads. `shape` is PyTorch's; `dtype` is `compute` or a dtype's name.
 
     `kind` says how it is stored: `linear` (out, in), may be quantized; `conv` channels-last
-    (out, *kernel, in); `conv_transpose` (in, out, *kernel) stored (out, *kernel, in); `other` as is.
+    (out, *kernel, in); `conv_transpose` (in, out, *kernel) as (out, *kernel, in); `other` as is.
     """
 
     shape: tuple[int, ...]
@@ -271,7 +271,7 @@ def from_json(text: str, where: str = "program") -> Program:
     """Parse and validate. MlxconvError names `where` and what is wrong with it."""
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MlxconvError(f"{where}: not JSON ({error}); convert the component again") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise MlxconvError(f"{where}: not a {FORMAT} file; convert the component again")
