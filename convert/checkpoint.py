@@ -1,0 +1,281 @@
+"""Checkpoints on disk: a pipeline folder or one component's folder, opened by headers alone."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlxconv.runtime.errors import MlxconvError
+
+from .keys import KeyMatch, match_keys, tied_weights
+from .model_class import current_class_name, diffusers_config, find_class, transformers_config
+from .safetensors_io import StoredTensor
+from .weight_files import has_weights, read_json_object, read_weights
+
+__all__ = [
+    "Checkpoint",
+    "Component",
+    "KeyMatch",
+    "StoredTensor",
+    "component_class",
+    "match_keys",
+    "merged_config",
+    "open_checkpoint",
+    "tied_weights",
+]
+
+_INDEX_NAMES = ("model_index.json", "modular_model_index.json")
+_LOOSE = re.compile(r"(license|notice|readme|copying).*|.*\.(md|txt)", re.IGNORECASE)
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_WEIGHTLESS_CLASS = re.compile(r"Tokenizer|Processor|Scheduler|FeatureExtractor|Guider|Guidance")
+# Class names of a model index that stand for "whatever config.json says".
+_ANY_CLASS = re.compile(r"Auto(?!encoder)\w*|\w*PreTrainedModel|ModelMixin")
+_NAMES_BY_CLASS = (
+    (re.compile(r"Autoencoder"), "vae"),
+    (re.compile(r"Transformer"), "transformer"),
+    (re.compile(r"UNet"), "unet"),
+)
+
+
+@dataclass
+class Component:
+    """One model folder: its class by name, its raw config.json, its tensors by header.
+
+    `variant` is that of the weight files in use (None for plain ones).
+    """
+
+    name: str
+    path: Path
+    library: str
+    class_name: str
+    config: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+    variant: str | None
+    files: list[Path]
+
+
+@dataclass
+class Checkpoint:
+    """A pipeline folder, or one component's folder (then `class_name` is None).
+
+    `others` are folders without weights, `loose_files` licences and notes at the root, `skipped`
+    the names in the index or in the folder that are not in use, with the reason.
+    """
+
+    path: Path
+    class_name: str | None
+    index: dict[str, Any]
+    components: dict[str, Component]
+    others: dict[str, Path]
+    loose_files: list[Path]
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+def open_checkpoint(source: str | Path, variant: str | None = None) -> Checkpoint:
+    """Open a diffusers pipeline folder or a single component's folder; no weight is read.
+
+    `variant` (`fp16`, ...) chooses among weight files; a component without it falls back to its
+    plain files. Without `variant` plain files are taken, or the only variant there is.
+    Raises MlxconvError for all that is missing, damaged, already quantized or already converted.
+    """
+    path = _folder(source)
+    _refuse_bundle(path)
+    index_file = next((path / n for n in _INDEX_NAMES if (path / n).is_file()), None)
+    if index_file is not None:
+        return _open_pipeline(path, index_file, variant)
+    if not (path / "config.json").is_file():
+        names = ", ".join(sorted(p.name for p in path.iterdir())[:8])
+        raise MlxconvError(
+            f"{path}: {'holds ' + names if names else 'is empty'}; expected model_index.json (a "
+            "pipeline) or config.json with weights (one component)"
+        )
+    component = _open_component(path, None, None, variant, fallback=False)
+    loose = _loose_files(path)
+    return Checkpoint(path, None, {}, {component.name: component}, {}, loose)
+
+
+def component_class(component: Component) -> type:
+    """The torch module class that diffusers or transformers loads for this component."""
+    return find_class(component.library, component.class_name, component.path)
+
+
+def merged_config(component: Component) -> dict[str, Any]:
+    """config.json made self-contained: constructor defaults filled in, unknown keys dropped.
+
+    JSON-serialisable. For diffusers classes with `_class_name` and `_diffusers_version`.
+    """
+    cls = component_class(component)
+    if hasattr(cls, "extract_init_dict"):
+        return diffusers_config(cls, component.config, component.path)
+    return transformers_config(cls, component.path)
+
+
+def _folder(source: str | Path) -> Path:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise MlxconvError(
+            f"{path}: is a file, expected a folder as save_pretrained writes it; load it with "
+            "diffusers' from_single_file and save_pretrained it first"
+        )
+    hint = "check the path"
+    if _HUB_ID.fullmatch(str(source)):
+        hint = (
+            "Hub ids are not downloaded here, download it first with "
+            f"`hf download {source} --local-dir DIR` (huggingface-cli download)"
+        )
+    raise MlxconvError(f"{path}: no such folder; {hint}")
+
+
+def _refuse_bundle(path: Path) -> None:
+    for folder in (path, path.absolute().parent):
+        if (folder / "mlxconv.json").is_file():
+            raise MlxconvError(
+                f"{path}: is an mlxconv bundle ({folder / 'mlxconv.json'}), already converted; "
+                "give the original diffusers checkpoint"
+            )
+
+
+def _open_pipeline(path: Path, index_file: Path, variant: str | None) -> Checkpoint:
+    index = read_json_object(index_file)
+    checkpoint = Checkpoint(path, _text(index.get("_class_name")), index, {}, {}, [])
+    for name, (library, class_name) in _listed(index, index_file).items():
+        folder = path / name
+        if not folder.is_dir():
+            checkpoint.skipped[name] = f"listed in {index_file.name}, but there is no such folder"
+        elif has_weights(folder) or _must_have_weights(folder, class_name):
+            checkpoint.components[name] = _open_component(
+                folder, library, class_name, variant, fallback=True
+            )
+    _add_other_folders(checkpoint, index_file)
+    checkpoint.loose_files = _loose_files(path)
+    _check_opened(checkpoint, variant)
+    return checkpoint
+
+
+def _listed(index: dict[str, Any], index_file: Path) -> dict[str, tuple[str, str]]:
+    """Name -> (library, class). Absent components ([null, null]) and plain settings are left out.
+
+    Modular indexes add a third element, where the component came from.
+    """
+    listed = {}
+    for name, value in index.items():
+        if name.startswith("_") or not isinstance(value, list) or len(value) < 2:
+            continue
+        library, class_name = value[:2]
+        if not (isinstance(library, str) and isinstance(class_name, str)):
+            continue
+        if name in (".", "..") or "/" in name or "\\" in name:
+            raise MlxconvError(
+                f"{index_file}: component {name!r} is not a folder's name; "
+                "get the index from its source again"
+            )
+        listed[name] = (library, class_name)
+    return listed
+
+
+def _must_have_weights(folder: Path, class_name: str) -> bool:
+    return (folder / "config.json").is_file() and not _WEIGHTLESS_CLASS.search(class_name)
+
+
+def _add_other_folders(checkpoint: Checkpoint, index_file: Path) -> None:
+    for folder in sorted(p for p in checkpoint.path.iterdir() if p.is_dir()):
+        name = folder.name
+        if name.startswith((".", "__")) or name in checkpoint.components:
+            continue
+        if has_weights(folder):
+            checkpoint.skipped[name] = f"has weights, but is not in {index_file.name}"
+        else:
+            checkpoint.others[name] = folder
+
+
+def _check_opened(checkpoint: Checkpoint, variant: str | None) -> None:
+    if not checkpoint.components:
+        reasons = "; ".join(f"{n}: {why}" for n, why in checkpoint.skipped.items())
+        raise MlxconvError(
+            f"{checkpoint.path}: no component with weights{': ' if reasons else ''}{reasons}; "
+            "download the folder again"
+        )
+    if variant and all(c.variant != variant for c in checkpoint.components.values()):
+        raise MlxconvError(
+            f"{checkpoint.path}: no component has weights of variant {variant!r}; "
+            "leave variant= out for the plain files"
+        )
+
+
+def _open_component(
+    path: Path, library: str | None, listed_class: str | None, variant: str | None, fallback: bool
+) -> Component:
+    config_file = path / "config.json"
+    if not config_file.is_file():
+        raise MlxconvError(f"{path}: has weights but no config.json; download the folder again")
+    config = read_json_object(config_file)
+    _refuse_quantized(config, config_file)
+    if library is None:
+        library = "diffusers" if "_class_name" in config else "transformers"
+    class_name = current_class_name(_class_name(config, config_file, listed_class), config)
+    weights = read_weights(path, library, variant, fallback)
+    return Component(
+        name=path.name if listed_class else _derived_name(path, library, class_name),
+        path=path,
+        library=library,
+        class_name=class_name,
+        config=config,
+        tensors=weights.tensors,
+        variant=weights.variant,
+        files=weights.files,
+    )
+
+
+def _class_name(config: dict[str, Any], config_file: Path, listed: str | None) -> str:
+    """The index decides, as it does in diffusers, unless it names a base or Auto class."""
+    if listed and not _ANY_CLASS.fullmatch(listed):
+        return listed
+    architectures = config.get("architectures")
+    first = architectures[0] if isinstance(architectures, list) and architectures else None
+    name = _text(config.get("_class_name")) or _text(first)
+    if name is None:
+        raise MlxconvError(
+            f"{config_file}: has neither _class_name (diffusers) nor architectures "
+            "(transformers); add the model's class name"
+        )
+    return name
+
+
+def _text(value: Any) -> str | None:
+    """Custom pipelines give [module, class]; only the class is of interest."""
+    if isinstance(value, list) and value:
+        value = value[-1]
+    return value if isinstance(value, str) and value else None
+
+
+def _derived_name(path: Path, library: str, class_name: str) -> str:
+    if library == "diffusers":
+        for pattern, name in _NAMES_BY_CLASS:
+            if pattern.search(class_name):
+                return name
+    return path.absolute().name
+
+
+def _refuse_quantized(config: dict[str, Any], config_file: Path) -> None:
+    # mlx-lm writes both keys, so MLX's own is asked for first.
+    mark = next((key for key in ("mlxconv", "quantization") if config.get(key)), None)
+    if mark:
+        raise MlxconvError(
+            f"{config_file}: has the entry {mark!r}, these weights are already converted for MLX; "
+            "give the original diffusers checkpoint"
+        )
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise MlxconvError(
+            f"{config_file}: has a quantization_config ({method or 'unknown method'}), these "
+            "weights are already quantized; give the bf16 or fp16 checkpoint"
+        )
+
+
+def _loose_files(path: Path) -> list[Path]:
+    return sorted(p for p in path.iterdir() if p.is_file() and _LOOSE.fullmatch(p.name))

@@ -1,0 +1,229 @@
+"""Which files of a folder hold its weights: formats, variants, shards and their index."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mlxconv.runtime.errors import MlxconvError
+
+from .pickle_io import read_pickle
+from .safetensors_io import StoredTensor, read_header
+
+# `NAME.fp16-00001-of-00003.safetensors`, and the older `NAME-00001-of-00003.fp16.safetensors`.
+_STEM = r"(?P<stem>diffusion_pytorch_model|pytorch_model|model)"
+_WEIGHTS = re.compile(
+    _STEM + r"(?:\.(?P<variant>[\w-]+?))?(?:-(?P<number>\d{5})-of-(?P<count>\d{5}))?"
+    r"(?:\.(?P<late>[\w-]+))?\.(?P<format>safetensors|bin)"
+)
+_INDEX = re.compile(
+    _STEM + r"\.(?P<format>safetensors|bin)(?:\.(?P<late>[\w-]+))?\.index"
+    r"(?:\.(?P<variant>[\w-]+))?\.json"
+)
+_STEMS = {
+    "diffusers": ("diffusion_pytorch_model", "model", "pytorch_model"),
+    "other": ("model", "pytorch_model", "diffusion_pytorch_model"),
+}
+# Names beside an F8 weight `a.weight` which say that its values need a scale to mean anything.
+_SCALE_SUFFIXES = ("_scale", "_scale_inv", "_scale_2", ".scale", ".scale_inv")
+_SCALE_SIBLINGS = ("scale_weight", "weight_scale", "weight_scale_inv", "scale")
+
+
+class Weights(NamedTuple):
+    """The weight files that were chosen and the tensors in them, by name in sorted order."""
+
+    variant: str | None
+    files: list[Path]
+    tensors: dict[str, StoredTensor]
+
+
+@dataclass
+class _FileSet:
+    """Files of one name stem, variant and format: a single file, an index, numbered shards."""
+
+    stem: str
+    variant: str | None
+    format: str
+    single: Path | None = None
+    index: Path | None = None
+    shards: dict[int, Path] = field(default_factory=dict)
+    count: int = 0
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds weight files of PyTorch (safetensors or .bin), or an index of some."""
+    return bool(_file_sets(folder))
+
+
+def read_weights(folder: Path, library: str, variant: str | None, fallback: bool) -> Weights:
+    """Choose the weight files of a folder and read their headers.
+
+    `variant=None` takes the plain files, or else the only variant there is. With `fallback` a
+    variant that the folder lacks gives the plain files, as diffusers does for each component.
+    Safetensors win over .bin. Raises MlxconvError for what is missing, damaged or ambiguous.
+    """
+    sets = _file_sets(folder)
+    if not sets:
+        names = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+        raise MlxconvError(
+            f"{folder}: no PyTorch weights; expected diffusion_pytorch_model.safetensors, "
+            f"model.safetensors, shards with an index, or .bin, found {names}"
+        )
+    chosen_variant = _choose_variant(folder, {s.variant for s in sets}, variant, fallback)
+    stems = _STEMS.get(library, _STEMS["other"])
+    chosen = min(
+        (s for s in sets if s.variant == chosen_variant),
+        key=lambda s: (s.format != "safetensors", stems.index(s.stem)),
+    )
+    files, tensors = _read_set(chosen, prefer_index=library == "diffusers")
+    _refuse_scaled_fp8(folder, tensors)
+    return Weights(chosen.variant, files, dict(sorted(tensors.items())))
+
+
+def _file_sets(folder: Path) -> list[_FileSet]:
+    sets: dict[tuple[str, str | None, str], _FileSet] = {}
+    for path in sorted(folder.iterdir()):
+        is_index = _INDEX.fullmatch(path.name)
+        match = is_index or _WEIGHTS.fullmatch(path.name)
+        if match is None or path.is_dir():
+            continue
+        key = (match["stem"], match["variant"] or match["late"], match["format"])
+        entry = sets.setdefault(key, _FileSet(*key))
+        if is_index:
+            entry.index = path
+        elif match["number"]:
+            entry.shards[int(match["number"])] = path
+            entry.count = max(entry.count, int(match["count"]))
+        else:
+            entry.single = path
+    return list(sets.values())
+
+
+def _choose_variant(
+    folder: Path, present: set[str | None], wanted: str | None, fallback: bool
+) -> str | None:
+    if wanted in present:
+        return wanted
+    names = sorted(name for name in present if name)
+    if wanted is None and len(names) == 1:
+        return names[0]
+    if wanted is not None and fallback and None in present:
+        return None
+    listed = ", ".join(([] if None not in present else ["the plain files"]) + names)
+    asked = "none was asked for" if wanted is None else f"{wanted!r} was asked for"
+    raise MlxconvError(
+        f"{folder}: weight variants are {listed}, {asked}; choose one of them with variant="
+    )
+
+
+def _read_set(chosen: _FileSet, prefer_index: bool) -> tuple[list[Path], dict[str, StoredTensor]]:
+    """diffusers takes the index where a single file lies beside it, transformers the file."""
+    if chosen.single and not (chosen.index and prefer_index):
+        return [chosen.single], _read_file(chosen.single)
+    if chosen.index:
+        return _read_indexed(chosen.index)
+    missing = [n for n in range(1, chosen.count + 1) if n not in chosen.shards]
+    files = [chosen.shards[n] for n in sorted(chosen.shards)]
+    if missing:
+        raise MlxconvError(
+            f"{files[0].parent}: shard {missing[0]} of {chosen.count} is missing, found "
+            f"{', '.join(f.name for f in files)}; download the folder again"
+        )
+    return files, _merge(files)
+
+
+def _read_indexed(index: Path) -> tuple[list[Path], dict[str, StoredTensor]]:
+    weight_map = _weight_map(index)
+    files = [index.parent / name for name in sorted(set(weight_map.values()))]
+    absent = [f.name for f in files if not f.is_file()]
+    if absent:
+        raise MlxconvError(
+            f"{index}: names {absent[0]!r}, which is not in the folder ({len(absent)} of "
+            f"{len(files)} shards missing); download the folder again"
+        )
+    tensors = _merge(files)
+    for name, file_name in weight_map.items():
+        if name not in tensors or tensors[name].file.name != file_name:
+            raise MlxconvError(
+                f"{index}: says that {name!r} is in {file_name!r}, which lacks it; "
+                "index and shards are of different models, download the folder again"
+            )
+    return files, tensors
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise MlxconvError(
+            f"{index}: has no weight_map of tensor name to file name; download it again"
+        )
+    for name, file_name in weight_map.items():
+        if not isinstance(file_name, str) or not _is_plain_name(file_name):
+            raise MlxconvError(
+                f"{index}: {name!r} is said to be in {file_name!r}, expected the name of a file "
+                "in the same folder; the index is not trusted, get it from its source again"
+            )
+    return weight_map
+
+
+def _is_plain_name(name: str) -> bool:
+    return name not in ("", ".", "..") and not any(c in name for c in "/\\\0:")
+
+
+def _merge(files: Iterable[Path]) -> dict[str, StoredTensor]:
+    merged: dict[str, StoredTensor] = {}
+    for file in files:
+        for name, tensor in _read_file(file).items():
+            if name in merged:
+                raise MlxconvError(
+                    f"{file}: {name!r} is also in {merged[name].file.name}; "
+                    "shards of two checkpoints are mixed, download the folder again"
+                )
+            merged[name] = tensor
+    return merged
+
+
+def _read_file(file: Path) -> dict[str, StoredTensor]:
+    if file.suffix == ".bin":
+        return read_pickle(file)
+    tensors, metadata = read_header(file)
+    if metadata.get("format") == "mlx":
+        raise MlxconvError(
+            f"{file}: these weights are already MLX's (metadata format: mlx); "
+            "give the original diffusers checkpoint"
+        )
+    return tensors
+
+
+def _refuse_scaled_fp8(folder: Path, tensors: dict[str, StoredTensor]) -> None:
+    for name, tensor in tensors.items():
+        if not tensor.dtype.startswith("F8"):
+            continue
+        parent = name.rpartition(".")[0]
+        scales = [name + suffix for suffix in _SCALE_SUFFIXES]
+        scales += [f"{parent}.{sibling}" for sibling in _SCALE_SIBLINGS]
+        found = next((s for s in [*scales, "scaled_fp8"] if s in tensors and s != name), None)
+        if found:
+            raise MlxconvError(
+                f"{folder}: {name!r} is {tensor.dtype} with a scale in {found!r}: these weights "
+                "are already quantized; give the bf16 or fp16 checkpoint"
+            )
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """A JSON file that must hold an object; MlxconvError names the file otherwise."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise MlxconvError(f"{file}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise MlxconvError(f"{file}: is not JSON ({error}); download it again") from error
+    if not isinstance(value, dict):
+        raise MlxconvError(
+            f"{file}: holds a JSON {type(value).__name__}, expected an object; download it again"
+        )
+    return value
