@@ -37,11 +37,8 @@ def _load_on_meta(file: Path) -> dict[Any, Any]:
             f"{file}: refused, this pickle holds code or objects other than tensors "
             f"({_first_line(error)}); get the safetensors files of this model"
         ) from error
-    except (RuntimeError, OSError, ValueError, EOFError, AssertionError, KeyError) as error:
-        raise MlxconvError(
-            f"{file}: not a PyTorch weight file of torch 1.6 or later ({_first_line(error)}); "
-            "download it again, or get the safetensors files of this model"
-        ) from error
+    except Exception as error:  # damaged bytes raise a dozen kinds here
+        raise _not_torch(file, error) from error
     if not isinstance(state, dict):
         raise MlxconvError(
             f"{file}: holds a {type(state).__name__}, expected a dict of tensors; "
@@ -50,12 +47,28 @@ def _load_on_meta(file: Path) -> dict[Any, Any]:
     return state
 
 
+def _not_torch(file: Path, error: Exception) -> MlxconvError:
+    return MlxconvError(
+        f"{file}: not a PyTorch weight file of torch 1.6 or later, or damaged "
+        f"({_first_line(error)}); download it again, or get the safetensors files of this model"
+    )
+
+
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
 
 
 def _records(file: Path) -> dict[int, int]:
     """Where each uncompressed record of the zip starts, in bytes, and how long it is."""
+    try:
+        return _zip_records(file)
+    except MlxconvError:
+        raise
+    except Exception as error:  # as in _load_on_meta
+        raise _not_torch(file, error) from error
+
+
+def _zip_records(file: Path) -> dict[int, int]:
     found = {}
     with zipfile.ZipFile(file) as archive, file.open("rb") as stream:
         for info in archive.infolist():
@@ -83,7 +96,9 @@ def _stored(file: Path, name: str, value: Any, records: dict[int, int]) -> Store
     storage = value.untyped_storage()
     # torch computes this offset; the zip's own directory must agree with it.
     start = storage._checkpoint_offset
-    if records.get(start, -1) < storage.nbytes():
+    last = sum((n - 1) * step for n, step in zip(value.shape, value.stride()))
+    needed = (value.storage_offset() + last + 1) * value.element_size() if value.numel() else 0
+    if records.get(start, -1) < max(storage.nbytes(), needed):
         raise MlxconvError(
             f"{file}: data of {name!r} is not where the file says (byte {start}); "
             "the file is damaged, download it again"

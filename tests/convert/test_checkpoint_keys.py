@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from mlxconv.convert.checkpoint import (
     StoredTensor,
     component_class,
@@ -16,7 +18,6 @@ from mlxconv.convert.checkpoint import (
     tied_weights,
 )
 from mlxconv.runtime.errors import MlxconvError
-from safetensors.torch import load_file, save_file
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -151,7 +152,7 @@ def test_check_names_keys_shapes_and_the_nearest_stored_key() -> None:
 
 
 def test_check_shows_five_of_many_and_passes_a_full_match() -> None:
-    with pytest.raises(MlxconvError, match="12 missing: .*, and 7 more"):
+    with pytest.raises(MlxconvError, match=r"12 missing: .*, and 7 more"):
         match_keys({f"w{i}": (1,) for i in range(12)}, {}).check("vae")
 
     match_keys({"a": (1,)}, stored({"a": (1,)})).check("vae")
@@ -237,12 +238,17 @@ def qwen3() -> tuple[Any, Any]:
 def qwen_vl() -> tuple[Any, Any]:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    text = dict(
-        hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, vocab_size=20, bos_token_id=0, eos_token_id=1,
-        rope_scaling={"type": "mrope", "mrope_section": [1, 1, 0]},
-    )  # fmt: skip
-    vision = dict(depth=2, hidden_size=8, intermediate_size=16, num_heads=2, out_hidden_size=8)
+    sizes = {"hidden_size": 8, "intermediate_size": 16}
+    text = sizes | {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 20,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 0]},
+    }
+    vision = sizes | {"depth": 2, "num_heads": 2, "out_hidden_size": 8}
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)
     return Qwen2_5_VLForConditionalGeneration(config), lambda key: key
 

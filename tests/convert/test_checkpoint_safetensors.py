@@ -11,9 +11,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
+
 from mlxconv.convert.safetensors_io import fp8_values, read_header
 from mlxconv.runtime.errors import MlxconvError
-from safetensors.torch import save_file
 
 TORCH_DTYPES = {
     "BOOL": torch.bool,
@@ -43,7 +44,7 @@ def write(path: Path, header: Any, data: bytes = b"") -> Path:
     return path
 
 
-def entry(dtype: str, shape: list[Any], begin: int, end: int) -> dict[str, Any]:
+def entry(dtype: Any, shape: list[Any], begin: int, end: int) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
