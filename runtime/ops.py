@@ -414,7 +414,14 @@ def conv(
 
     The weight is stored channels-last; x and the result (batch, out, *size) are channels-first.
     """
-    y = mx.conv_general(_to_channels_last(x), weight, stride, padding, 1, dilation, 1, groups)
+    y = mx.conv_general(
+        _to_channels_last(x),
+        weight,
+        stride=stride,
+        padding=padding,
+        kernel_dilation=dilation,
+        groups=groups,
+    )
     if bias is not None:
         y = y + bias
     return y.transpose(0, y.ndim - 1, *range(1, y.ndim - 1))
