@@ -369,6 +369,7 @@ def test_other_pickles_are_refused_by_name(
     fails(tmp_path, message)
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_damaged_pickles_never_raise_anything_else(tmp_path: Path) -> None:
     file = tmp_path / "pytorch_model.bin"
     torch.save({"a": torch.randn(3, 4), "b": torch.randn(4)}, file)

@@ -253,7 +253,24 @@ def qwen_vl() -> tuple[Any, Any]:
     return Qwen2_5_VLForConditionalGeneration(config), lambda key: key
 
 
-@pytest.mark.parametrize("build", [clip, t5, qwen3, qwen_vl])
+def mistral3() -> tuple[Any, Any]:
+    """FLUX.2's text encoder: `language_model.model.x` in files, `model.language_model.x` here."""
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 4,
+    }
+    text = sizes | {"model_type": "mistral", "num_key_value_heads": 1, "vocab_size": 20}
+    vision = sizes | {"model_type": "pixtral", "image_size": 28, "patch_size": 14}
+    config = Mistral3Config(text_config=text, vision_config=vision)
+    return Mistral3ForConditionalGeneration(config), lambda key: key
+
+
+@pytest.mark.parametrize("build", [clip, t5, qwen3, qwen_vl, mistral3])
 def test_published_text_encoder_files_match_what_transformers_loads(
     tmp_path: Path, build: Any
 ) -> None:
