@@ -1,0 +1,500 @@
+"""Runs a program: binds its weights, evaluates its nodes, compiles, taps intermediate values."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from .errors import MlxconvError
+from .ops import OPS, dtype_of
+from .program import Arg, Block, Body, Entry, Input, Node, Program, Ref, Weight, refs, walk
+from .weights import Held, Stack, Weights, arrays_of, on_cpu, rebuild, spec_of
+
+COMPILE_MODES = ("off", "block", "program")
+Lookup = Callable[[Any], Any]
+
+
+@dataclass(slots=True)
+class _Step:
+    """One node, ready to run: what to call, with what, and which values nobody reads after it."""
+
+    node: Node
+    function: Callable[..., Any]
+    arguments: dict[str, Callable[[Mapping[str, Any], Lookup], Any]]
+    drop: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Stacked:
+    """Look-up key of a stack of weights."""
+
+    names: tuple[str | None, ...]
+
+
+def _evaluator(arg: Arg, compute: str) -> Callable[[Mapping[str, Any], Lookup], Any]:
+    match arg:
+        case Ref(name):
+            return lambda values, weight: values[name]
+        case Weight(name):
+            return lambda values, weight: weight(name)
+        case tuple() if any(isinstance(a, (Ref, Weight)) for a in walk(arg)):
+            parts = [_evaluator(a, compute) for a in arg]
+            return lambda values, weight: [part(values, weight) for part in parts]
+        case _:
+            return lambda values, weight: arg
+
+
+def _stack_key(arg: Arg) -> _Stacked | None:
+    """The names in a tuple of weights (None where there is none), or None if it is not one."""
+    if not isinstance(arg, tuple) or not all(a is None or isinstance(a, Weight) for a in arg):
+        return None
+    return _Stacked(tuple(a.name if isinstance(a, Weight) else None for a in arg))
+
+
+def _arguments(node: Node, compute: str) -> dict[str, Any]:
+    built: dict[str, Any] = {}
+    for key, arg in node.args.items():
+        stack = _stack_key(arg) if node.op == "linears" and key != "x" else None
+        if stack is not None:
+            built[key] = lambda values, weight, stack=stack: weight(stack)
+        elif key == "dtype" and arg == "compute":
+            built[key] = lambda values, weight: compute
+        else:
+            built[key] = _evaluator(arg, compute)
+    return built
+
+
+def _plan(body: Body, compute: str) -> list[_Step]:
+    last: dict[str, int] = {}
+    for i, node in enumerate(body.nodes):
+        last.update(dict.fromkeys(node.out, i))
+        last.update(dict.fromkeys(refs(node.args.values()), i))
+    for name in refs(body.outputs):
+        last.pop(name, None)
+    drops: dict[int, list[str]] = {}
+    for name, i in last.items():
+        drops.setdefault(i, []).append(name)
+    return [
+        _Step(
+            node,
+            OPS.get(node.op, _not_an_op),
+            _arguments(node, compute),
+            tuple(drops.get(i, ())),
+        )
+        for i, node in enumerate(body.nodes)
+    ]
+
+
+def _not_an_op(**_: Any) -> Any:
+    raise AssertionError("calls are run by the executor")
+
+
+def _under(weight: Lookup, prefix: str) -> Lookup:
+    """The look-up of a block: names relative to `prefix` of the caller's look-up."""
+
+    def lookup(key: str | _Stacked) -> Any:
+        if isinstance(key, _Stacked):
+            return weight(_Stacked(tuple(n and f"{prefix}.{n}" for n in key.names)))
+        return weight(f"{prefix}.{key}")
+
+    return lookup
+
+
+class Executor:
+    """A program with its weights, callable for any size it was traced for.
+
+    `compile`: "off" builds the MLX graph anew at each call; "block" compiles each distinct block
+    once; "program" compiles the whole entry. `stream` reads each top-level block's weights when
+    it is reached and lets them go behind it, so that a model larger than memory still runs.
+    """
+
+    def __init__(
+        self, program: Program, weights: Weights, *, compile: str = "off", stream: bool = False
+    ) -> None:
+        if compile not in COMPILE_MODES:
+            raise MlxconvError(f"compile={compile!r}: choose one of {', '.join(COMPILE_MODES)}")
+        if stream and (compile == "program" or weights.resident):
+            raise MlxconvError("streaming needs weights that are not resident, and no compile")
+        self.program, self.weights = program, weights
+        self.compile, self.stream = compile, stream
+        self._compute = str(weights.compute).removeprefix("mlx.core.")
+        self._plans: dict[int, list[_Step]] = {}
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._double = any(
+            "float64" in t or n.args.get("dtype") == "float64"
+            for b in program.bodies()
+            for n in b.nodes
+            for t in (*n.types, "")
+        )
+
+    def __call__(self, entry: str = "forward", /, **inputs: Any) -> Any:
+        """Run one entry on keyword inputs; one array, or a tuple of its outputs."""
+        outputs = self.run(entry, inputs)[0]
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def run(
+        self, entry: str, inputs: Mapping[str, Any], taps: Iterable[str] = ()
+    ) -> tuple[tuple[Any, ...], dict[str, list[Any]]]:
+        """Outputs, and for each module path of `taps` the values that the module returned."""
+        chosen, values = self._bind(entry, inputs)
+        wanted = list(taps)
+        found: dict[str, list[Any]] = {}
+        if self.compile == "program" and not wanted:
+            return self._run_compiled(chosen, values), found
+        outputs = self._run(chosen, values, self._weight, "", wanted, found)
+        missing = [path for path in wanted if path not in found]
+        if missing:
+            raise MlxconvError(
+                f"{self.program.class_name}: no value is known at {', '.join(missing[:5])}; "
+                f"known module paths are listed by `inspect --program`"
+            )
+        return outputs, found
+
+    def tap_paths(self, entry: str = "forward") -> list[str]:
+        """Module paths whose outputs can be tapped, in order of computation."""
+        body = next((e for e in self.program.entries if e.name == entry), None)
+        return [] if body is None else list(_paths(self.program, body, ""))
+
+    def block_paths(self, entry: str = "forward") -> list[str]:
+        """Module paths of the top-level blocks, in order of computation."""
+        body = self.program.entry(entry)
+        return [str(n.args["prefix"]) for n in body.nodes if n.op == "call"]
+
+    # ---- inputs ----
+
+    def _bind(self, name: str, inputs: Mapping[str, Any]) -> tuple[Entry, dict[str, Any]]:
+        entries = [e for e in self.program.entries if e.name == name]
+        if not entries:
+            self.program.entry(name)
+        reasons = []
+        for entry in entries:
+            try:
+                return entry, self._values(entry, inputs)
+            except _WrongSize as error:
+                reasons.append(str(error))
+        hint = (
+            ""
+            if len(entries) == 1 and not entries[0].sizes
+            else (
+                f" Sizes in this bundle: {'; '.join(str(e.sizes) for e in entries)}."
+                " Add one with `mlxconv convert --size WxH`."
+            )
+        )
+        raise MlxconvError(f"{self.program.class_name}.{name}: {reasons[0]}.{hint}")
+
+    def _values(self, entry: Entry, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        _check_keywords(self.program.class_name, entry, inputs)
+        return {
+            item.name: _as_input(item, _at(inputs, item.path), self._compute)
+            for item in entry.inputs
+        }
+
+    # ---- evaluation ----
+
+    def _plan_of(self, body: Body) -> list[_Step]:
+        key = id(body)
+        if key not in self._plans:
+            self._plans[key] = _plan(body, self._compute)
+        return self._plans[key]
+
+    def _run(
+        self,
+        body: Body,
+        values: dict[str, Any],
+        weight: Lookup,
+        prefix: str,
+        taps: Sequence[str] = (),
+        found: dict[str, list[Any]] | None = None,
+    ) -> tuple[Any, ...]:
+        wanted = _taps_here(body, prefix, taps)
+        for step in self._plan_of(body):
+            self._step(step, values, weight, prefix, taps, found)
+            for path in wanted.get(step.node.out[-1] if step.node.out else "", ()):
+                assert found is not None
+                names = body.taps[path.removeprefix(prefix).lstrip(".")]
+                found[path] = [values[n] for n in names]
+            if not wanted:
+                for name in step.drop:
+                    values.pop(name, None)
+        return tuple(_evaluator(a, self._compute)(values, weight) for a in body.outputs)
+
+    def _step(
+        self,
+        step: _Step,
+        values: dict[str, Any],
+        weight: Lookup,
+        prefix: str,
+        taps: Sequence[str],
+        found: dict[str, list[Any]] | None,
+    ) -> None:
+        node = step.node
+        args = {key: get(values, weight) for key, get in step.arguments.items()}
+        if node.op == "call":
+            results: Any = self._call(args, weight, prefix, taps, found)
+            values.update(zip(node.out, results, strict=True))
+            return
+        with self._stream_for(args):
+            results = self._apply(step, args, prefix)
+        if len(node.out) == 1:
+            values[node.out[0]] = results if not isinstance(results, list) else results[0]
+        else:
+            values.update(zip(node.out, results, strict=True))
+
+    def _apply(self, step: _Step, args: dict[str, Any], prefix: str) -> Any:
+        try:
+            return step.function(**args)
+        except MlxconvError:
+            raise
+        except (ValueError, TypeError, RuntimeError, IndexError) as error:
+            shapes = {k: getattr(v, "shape", v) for k, v in args.items()}
+            where = ".".join(p for p in (prefix, step.node.module) if p)
+            raise MlxconvError(
+                f"{self.program.class_name}: node {step.node.op} at {where or '(root)'} failed: "
+                f"{error} (arguments {shapes!r:.300})"
+            ) from error
+
+    def _stream_for(self, args: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
+        """float64 exists on MLX's CPU only; everything else runs on the default device."""
+        if not self._double or on_cpu():
+            return contextlib.nullcontext()
+        doubles = args.get("dtype") == "float64" or any(
+            isinstance(v, mx.array) and v.dtype == mx.float64 for v in _flat(args.values())
+        )
+        return mx.stream(mx.cpu) if doubles else contextlib.nullcontext()
+
+    def _weight(self, key: str | _Stacked) -> Any:
+        if isinstance(key, _Stacked):
+            return self.weights.stack(key.names)
+        return self.weights.get(key)
+
+    def _call(
+        self,
+        args: dict[str, Any],
+        weight: Lookup,
+        prefix: str,
+        taps: Sequence[str],
+        found: dict[str, list[Any]] | None,
+    ) -> tuple[Any, ...]:
+        block = self.program.blocks[args["block"]]
+        path = ".".join(p for p in (prefix, args["prefix"]) if p)
+        weight = _under(weight, args["prefix"])
+        inputs = list(args["inputs"])
+        inner = [t for t in taps if t.startswith(f"{path}.")]
+        if self.compile == "block" and not prefix and not inner:
+            outputs = self._call_compiled(args["block"], block, inputs, path, weight)
+        else:
+            values = dict(zip(block.inputs, inputs, strict=True))
+            outputs = self._run(block, values, weight, path, inner, found)
+        if self.stream and not prefix:
+            mx.eval([o for o in outputs if isinstance(o, mx.array)])
+            self.weights.release()
+        return outputs
+
+    # ---- compiled ----
+
+    def _run_compiled(self, entry: Entry, values: dict[str, Any]) -> tuple[Any, ...]:
+        arrays = {k: v for k, v in values.items() if isinstance(v, mx.array)}
+        sizes = {k: v for k, v in values.items() if k not in arrays}
+        names = list(arrays)
+        key = (id(entry), tuple(names), tuple(sizes.items()))
+        if key not in self._compiled:
+
+            def whole(*flat: mx.array) -> tuple[Any, ...]:
+                bound = {**dict(zip(names, flat, strict=True)), **sizes}
+                return self._run(entry, bound, self._weight, "")
+
+            self._compiled[key] = mx.compile(whole)
+        return tuple(self._compiled[key](*arrays.values()))
+
+    def _call_compiled(
+        self, name: str, block: Block, inputs: list[Any], path: str, weight: Lookup
+    ) -> tuple[Any, ...]:
+        """One compiled function for all instances of a block whose weights are made alike."""
+        keys = list(_weight_keys(self.program, block, ""))
+        held = [weight(key) for key in keys]
+        flat = [a for h in held for a in _arrays(h)]
+        arrays = [v for v in inputs if isinstance(v, mx.array)]
+        statics = tuple((i, v) for i, v in enumerate(inputs) if not isinstance(v, mx.array))
+        key = (name, tuple(_make(h) for h in held), repr(statics))
+        if key not in self._compiled:
+            function = self._block_function(block, keys, held, inputs, path)
+            self._compiled[key] = mx.compile(function)
+        return tuple(self._compiled[key](*arrays, *flat))
+
+    def _block_function(
+        self, block: Block, keys: list[Any], like: list[Any], example: list[Any], path: str
+    ) -> Callable[..., Any]:
+        # Only the make of the example is kept: holding its arrays would keep them in memory.
+        makes = [_shell(h) for h in like]
+        statics = {i: v for i, v in enumerate(example) if not isinstance(v, mx.array)}
+        count = len(example) - len(statics)
+
+        def function(*flat: mx.array) -> tuple[Any, ...]:
+            rest, arrays = list(flat[count:]), iter(flat[:count])
+            inputs = [statics[i] if i in statics else next(arrays) for i in range(len(example))]
+            held = {}
+            for key, make in zip(keys, makes, strict=True):
+                held[key], rest = make(rest)
+            values = dict(zip(block.inputs, inputs, strict=True))
+            return self._run(block, values, held.__getitem__, path)
+
+        return function
+
+
+class _WrongSize(Exception):
+    """The inputs do not fit this entry; another one may."""
+
+
+def _flat(values: Iterable[Any]) -> Iterable[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _taps_here(body: Body, prefix: str, taps: Sequence[str]) -> dict[str, list[str]]:
+    """Wanted paths of this body, by the value after which all of their values are known."""
+    order = {name: i for i, node in enumerate(body.nodes) for name in node.out}
+    wanted: dict[str, list[str]] = {}
+    for path in taps:
+        relative = path.removeprefix(prefix).lstrip(".") if prefix else path
+        names = [n for n in body.taps.get(relative, ()) if n in order]
+        if names:
+            node = body.nodes[max(order[n] for n in names)]
+            wanted.setdefault(node.out[-1], []).append(path)
+    return wanted
+
+
+def _paths(program: Program, body: Body, prefix: str) -> Iterable[str]:
+    order = {name: i for i, node in enumerate(body.nodes) for name in node.out}
+    taps = sorted(
+        body.taps.items(), key=lambda kv: max((order.get(n, -1) for n in kv[1]), default=-1)
+    )
+    for path, _ in taps:
+        yield f"{prefix}{path}"
+    for node in body.nodes:
+        if node.op == "call":
+            inner = f"{prefix}{node.args['prefix']}."
+            yield from _paths(program, program.blocks[str(node.args["block"])], inner)
+
+
+def _weight_keys(program: Program, body: Body, prefix: str) -> Iterable[Any]:
+    """Look-up keys of the weights a block reads, with those of the blocks it calls."""
+    for node in body.nodes:
+        if node.op == "call":
+            inner = program.blocks[str(node.args["block"])]
+            yield from _weight_keys(program, inner, f"{prefix}{node.args['prefix']}.")
+        for key, arg in node.args.items():
+            stack = _stack_key(arg) if node.op == "linears" and key != "x" else None
+            if stack is not None:
+                yield _Stacked(tuple(n and prefix + n for n in stack.names))
+            else:
+                yield from (prefix + a.name for a in walk(arg) if isinstance(a, Weight))
+
+
+def _arrays(held: Any) -> list[mx.array]:
+    if isinstance(held, Stack):
+        if held.stacked is not None:
+            return arrays_of(held.stacked)
+        return [a for item in held if item is not None for a in arrays_of(item)]
+    return arrays_of(held)
+
+
+def _make(held: Any) -> Any:
+    if isinstance(held, Stack):
+        whole = None if held.stacked is None else spec_of(held.stacked)
+        return ("stack", held.stacked is None, whole, *(h is not None and _make(h) for h in held))
+    return (spec_of(held), [a.dtype for a in arrays_of(held)].__repr__())
+
+
+def _shell(held: Any) -> Callable[[list[mx.array]], tuple[Any, list[mx.array]]]:
+    """A function that rebuilds a weight of this make from the front of a list of arrays."""
+    if isinstance(held, Stack) and held.stacked is not None:
+        inner, bounds, count = _shell(held.stacked), held.bounds, len(held)
+
+        def stacked(arrays: list[mx.array]) -> tuple[Any, list[mx.array]]:
+            stack = Stack((None,) * count)
+            stack.bounds = bounds
+            stack.stacked, rest = inner(arrays)
+            return stack, rest
+
+        return stacked
+    if isinstance(held, Stack):
+        shells = [None if h is None else _shell(h) for h in held]
+
+        def separate(arrays: list[mx.array]) -> tuple[Any, list[mx.array]]:
+            items = []
+            for shell in shells:
+                item, arrays = (None, arrays) if shell is None else shell(arrays)
+                items.append(item)
+            return Stack(items), arrays
+
+        return separate
+    count, make = len(arrays_of(held)), _bare(held)
+    return lambda arrays: (rebuild(make, arrays[:count]), arrays[count:])
+
+
+def _bare(held: Held) -> Held:
+    """A stand-in with the same spec and no data."""
+    empty = mx.zeros(())
+    return empty if isinstance(held, mx.array) else rebuild(held, [empty] * len(held.arrays()))
+
+
+# ---- inputs -------------------------------------------------------------------------------------
+
+
+def _check_keywords(class_name: str, entry: Entry, inputs: Mapping[str, Any]) -> None:
+    tensors = list(dict.fromkeys(i.path.split(".")[0] for i in entry.inputs))
+    fixed = {path.split(".")[0] for path in entry.literals}
+    unknown = [
+        k for k, v in inputs.items() if k not in tensors and k not in fixed and v is not None
+    ]
+    if unknown:
+        raise MlxconvError(
+            f"{class_name}.{entry.name}: traced without {', '.join(unknown)}; it takes "
+            f"{', '.join(tensors)}. Another recipe can trace it with them (--recipe FILE)."
+        )
+    missing = [k for k in tensors if inputs.get(k) is None]
+    if missing:
+        raise MlxconvError(f"{class_name}.{entry.name}: missing input {', '.join(missing)}")
+    for path, value in entry.literals.items():
+        given = _at(inputs, path, value)
+        if (
+            path != "return_dict"
+            and not isinstance(given, (mx.array, np.ndarray))
+            and given != value
+        ):
+            raise _WrongSize(f"{path} was traced as {value!r}, given {given!r}")
+
+
+_ABSENT = object()
+
+
+def _at(inputs: Mapping[str, Any], path: str, default: Any = _ABSENT) -> Any:
+    value: Any = inputs
+    for part in path.split("."):
+        try:
+            value = value[part] if isinstance(value, Mapping) else value[int(part)]
+        except (KeyError, IndexError, TypeError, ValueError):
+            if default is not _ABSENT:
+                return default
+            raise MlxconvError(f"input {path} is missing") from None
+    return value
+
+
+def _as_input(item: Input, value: Any, compute: str) -> Any:
+    if item.type == "int":
+        return int(value)
+    dtype, _, shape = item.type.rstrip("]").partition("[")
+    array = value if isinstance(value, mx.array) else mx.array(np.asarray(value))
+    sizes = [s.strip() for s in shape.split(",") if s.strip()]
+    wrong = len(sizes) != array.ndim or any(
+        s.isdigit() and int(s) != n for s, n in zip(sizes, array.shape)
+    )
+    if wrong:
+        raise _WrongSize(f"input {item.path} has shape {tuple(array.shape)}, expected [{shape}]")
+    return array.astype(dtype_of(compute if dtype == "compute" else dtype))
