@@ -230,8 +230,10 @@ def fit_group(precision: Precision, width: int) -> tuple[Precision, str | None]:
             why = f"group {group}: width {width} is not divisible by {asked}"
             return replace(precision, group_size=group), why
     tried = ", ".join(map(str, groups))
-    by = f"by none of {tried}" if len(groups) > 1 else f"not by {tried}"
-    return Precision(precision.dtype), f"width {width} is divisible {by}"
+    fails = (
+        f"is divisible by none of {tried}" if len(groups) > 1 else f"is not divisible by {tried}"
+    )
+    return Precision(precision.dtype), f"width {width} {fails}"
 
 
 @lru_cache(maxsize=65536)
