@@ -1,0 +1,150 @@
+"""Rows: products, attention and convolutions."""
+
+from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.program import Arg, Weight
+
+from .builder import Builder, lowers, per_axis
+
+
+@lowers("linear")
+def _linear(b: Builder, x: Arg, weight: Arg, bias: Arg = None) -> Arg:
+    return b.emit("linear", x=x, weight=weight, bias=bias)
+
+
+@lowers("matmul", "bmm", "mm", "mv", "dot")
+def _matmul(b: Builder, x: Arg, y: Arg) -> Arg:
+    return b.emit("matmul", a=x, b=y)
+
+
+@lowers("addmm", "baddbmm")
+def _addmm(b: Builder, c: Arg, x: Arg, y: Arg, *, beta: Arg = 1, alpha: Arg = 1) -> Arg:
+    if beta == 0:
+        product = b.emit("matmul", a=x, b=y)
+        return product if alpha == 1 else b.emit("mul", a=product, b=alpha)
+    return b.emit("addmm", c=c, a=x, b=y, alpha=alpha, beta=beta)
+
+
+@lowers("outer")
+def _outer(b: Builder, x: Arg, y: Arg) -> Arg:
+    left = b.emit("expand_dims", x=x, axis=-1)
+    return b.emit("mul", a=left, b=b.emit("expand_dims", x=y, axis=0))
+
+
+@lowers("einsum")
+def _einsum(b: Builder, equation: str, operands: Arg, *, path: Arg = None) -> Arg:
+    return b.emit("einsum", equation=equation.replace(" ", ""), operands=operands)
+
+
+@lowers("embedding")
+def _embedding(b: Builder, weight: Arg, ids: Arg, *args: Arg) -> Arg:
+    return b.emit("embedding", weight=weight, ids=ids)
+
+
+@lowers("scaled_dot_product_attention")
+def _attention(
+    b: Builder,
+    q: Arg,
+    k: Arg,
+    v: Arg,
+    mask: Arg = None,
+    dropout: Arg = 0.0,
+    causal: bool = False,
+    *,
+    scale: Arg = None,
+    enable_gqa: bool = False,
+) -> Arg:
+    return b.emit("attention", q=q, k=k, v=v, mask=mask, scale=scale, causal=causal)
+
+
+def _convolve(
+    b: Builder,
+    x: Arg,
+    weight: Arg,
+    bias: Arg,
+    stride: Arg,
+    padding: Arg,
+    dilation: Arg,
+    groups: Arg,
+) -> Arg:
+    axes = b.rank(weight) - 2
+    batched = b.rank(x) == axes + 2
+    if not batched:
+        x = b.emit("expand_dims", x=x, axis=0)
+    if not (isinstance(weight, Weight) and b.kinds.get(weight.name) == "conv"):
+        weight = b.emit("transpose", x=weight, axes=(0, *range(2, axes + 2), 1))
+    stride, padding, dilation = (per_axis(v, axes) for v in (stride, padding, dilation))
+    y = b.emit("conv", x=x, weight=weight, bias=bias, stride=stride, padding=padding,
+               dilation=dilation, groups=groups)  # fmt: skip
+    return y if batched else b.emit("squeeze", x=y, axes=(0,))
+
+
+@lowers("conv1d", "conv2d", "conv3d")
+def _conv(
+    b: Builder,
+    x: Arg,
+    weight: Arg,
+    bias: Arg = None,
+    stride: Arg = 1,
+    padding: Arg = 0,
+    dilation: Arg = 1,
+    groups: Arg = 1,
+) -> Arg:
+    if isinstance(padding, str):
+        padding = _named_padding(b, weight, padding, dilation)
+    return _convolve(b, x, weight, bias, stride, padding, dilation, groups)
+
+
+def _named_padding(b: Builder, weight: Arg, padding: str, dilation: Arg) -> Arg:
+    kernel = b.value(weight).shape[2:]
+    if padding == "valid":
+        return 0
+    reach = [
+        int(d) * (int(k) - 1)  # type: ignore[arg-type]
+        for k, d in zip(kernel, per_axis(dilation, len(kernel)))  # type: ignore[arg-type]
+    ]
+    if any(r % 2 for r in reach):
+        raise MlxconvError(f"padding 'same' with an even kernel {tuple(kernel)} is not supported")
+    return tuple(r // 2 for r in reach)
+
+
+@lowers("convolution")
+def _convolution(
+    b: Builder,
+    x: Arg,
+    weight: Arg,
+    bias: Arg,
+    stride: Arg,
+    padding: Arg,
+    dilation: Arg,
+    transposed: bool,
+    output_padding: Arg,
+    groups: Arg,
+) -> Arg:
+    if transposed:
+        return _conv_transpose(
+            b, x, weight, bias, stride, padding, output_padding, groups, dilation
+        )
+    return _convolve(b, x, weight, bias, stride, padding, dilation, groups)
+
+
+@lowers("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def _conv_transpose(
+    b: Builder,
+    x: Arg,
+    weight: Arg,
+    bias: Arg = None,
+    stride: Arg = 1,
+    padding: Arg = 0,
+    output_padding: Arg = 0,
+    groups: Arg = 1,
+    dilation: Arg = 1,
+) -> Arg:
+    axes = b.rank(weight) - 2
+    if groups != 1:
+        raise MlxconvError("grouped transposed convolution is not supported")
+    if not (isinstance(weight, Weight) and b.kinds.get(weight.name) == "conv_transpose"):
+        weight = b.emit("transpose", x=weight, axes=(1, *range(2, axes + 2), 0))
+    settings = [per_axis(v, axes) for v in (stride, padding, output_padding, dilation)]
+    return b.emit("conv_transpose", x=x, weight=weight, bias=bias, stride=settings[0],
+                  padding=settings[1], output_padding=settings[2], groups=groups,
+                  dilation=settings[3])  # fmt: skip

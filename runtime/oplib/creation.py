@@ -1,0 +1,32 @@
+"""Arrays from nothing."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from .registry import Number, Value, dtype_of, from_numpy, ints, op
+
+
+@op
+def full(shape: Sequence[int], value: Value, dtype: str) -> mx.array:
+    """An array of one value."""
+    return mx.full(ints(shape), value, dtype=dtype_of(dtype))
+
+
+@op
+def arange(start: Number, stop: Number, step: Number, dtype: str) -> mx.array:
+    """start, start + step, ... below stop, computed in float64 as PyTorch does."""
+    return from_numpy(np.arange(start, stop, step), dtype)
+
+
+@op
+def linspace(start: float, stop: float, count: int, dtype: str) -> mx.array:
+    """`count` evenly spaced numbers from start to stop, both included."""
+    return from_numpy(np.linspace(start, stop, int(count)), dtype)
+
+
+@op
+def eye(rows: int, columns: int, dtype: str) -> mx.array:
+    """Ones on the diagonal."""
+    return mx.eye(int(rows), int(columns), dtype=dtype_of(dtype))

@@ -1,0 +1,126 @@
+"""Parts of arrays: slices, pieces, gathering and replacing by index."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from .registry import ints, op
+
+
+def slices(x: mx.array, axis: int, index: slice) -> tuple[slice, ...]:
+    picked = [slice(None)] * x.ndim
+    picked[axis] = index
+    return tuple(picked)
+
+
+@op
+def slice_(
+    x: mx.array, axis: int, start: int | None = None, stop: int | None = None, step: int = 1
+) -> mx.array:
+    """x[start:stop:step] along an axis, clamped as in Python."""
+    size = x.shape[axis]
+    return x[slices(x, axis, slice(*slice(start, stop, step).indices(size)))]
+
+
+@op
+def slice_update(
+    x: mx.array,
+    update: mx.array,
+    axis: int,
+    start: int | None = None,
+    stop: int | None = None,
+    step: int = 1,
+) -> mx.array:
+    """x with x[start:stop:step] along an axis replaced by `update`."""
+    y = mx.array(x)
+    where = slice(*slice(start, stop, step).indices(x.shape[axis]))
+    y[slices(x, axis, where)] = update.astype(x.dtype)
+    return y
+
+
+@op
+def select(x: mx.array, axis: int, index: int) -> mx.array:
+    """x[index] along an axis, which is dropped."""
+    picked: list[Any] = [slice(None)] * x.ndim
+    picked[axis] = int(index)
+    return x[tuple(picked)]
+
+
+@op
+def split(x: mx.array, sizes: Sequence[int], axis: int = 0) -> list[mx.array]:
+    """Consecutive pieces of the sizes given."""
+    bounds = np.cumsum(ints(sizes))[:-1].tolist()
+    return list(mx.split(x, bounds, axis=axis)) if bounds else [x]
+
+
+@op
+def split_every(x: mx.array, size: int, axis: int = 0) -> list[mx.array]:
+    """Consecutive pieces of `size`, the last one smaller."""
+    bounds = list(range(size, x.shape[axis], size))
+    return list(mx.split(x, bounds, axis=axis)) if bounds else [x]
+
+
+@op
+def chunk(x: mx.array, chunks: int, axis: int = 0) -> list[mx.array]:
+    """At most `chunks` pieces of equal size, the last one smaller."""
+    return split_every(x, max(1, -(-x.shape[axis] // chunks)), axis)  # type: ignore[no-any-return]
+
+
+@op
+def unbind(x: mx.array, axis: int = 0) -> list[mx.array]:
+    """All slices along an axis, which is dropped."""
+    return [mx.squeeze(y, axis) for y in mx.split(x, x.shape[axis], axis=axis)]
+
+
+@op
+def item_of(xs: Sequence[Any], index: int) -> Any:
+    """One of several values."""
+    return xs[index]
+
+
+@op
+def take(x: mx.array, index: mx.array, axis: int) -> mx.array:
+    """Slices of x along an axis by a 1-D index."""
+    return mx.take(x, index, axis=axis)
+
+
+@op
+def take_along(x: mx.array, index: mx.array, axis: int) -> mx.array:
+    """PyTorch's `gather`: index has x's rank and may be smaller along other axes."""
+    for i in range(x.ndim):
+        if i != axis % x.ndim and index.shape[i] < x.shape[i]:
+            x = x[slices(x, i, slice(0, index.shape[i]))]
+    return mx.take_along_axis(x, index, axis=axis)
+
+
+@op
+def index(x: mx.array, indices: Sequence[mx.array | None]) -> mx.array:
+    """Advanced indexing; None keeps an axis."""
+    return x[tuple(slice(None) if i is None else i for i in indices)]
+
+
+@op
+def index_put(
+    x: mx.array, indices: Sequence[mx.array | None], values: mx.array, accumulate: bool = False
+) -> mx.array:
+    """x with x[indices] replaced by, or increased by, values."""
+    where = tuple(slice(None) if i is None else i for i in indices)
+    if accumulate:
+        return x.at[where].add(values)
+    y = mx.array(x)
+    y[where] = values
+    return y
+
+
+@op
+def triu(x: mx.array, k: int = 0) -> mx.array:
+    """The upper triangle of the last two axes, zero elsewhere."""
+    return mx.triu(x, k)
+
+
+@op
+def tril(x: mx.array, k: int = 0) -> mx.array:
+    """The lower triangle of the last two axes, zero elsewhere."""
+    return mx.tril(x, k)

@@ -1,0 +1,49 @@
+"""The table of ops, and what all of them share: registration, dtypes, sizes."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import MlxconvError
+
+Number = int | float
+Value = mx.array | Number
+
+DTYPES: dict[str, mx.Dtype] = {
+    "float64": mx.float64,
+    "float32": mx.float32,
+    "float16": mx.float16,
+    "bfloat16": mx.bfloat16,
+    "int32": mx.int32,
+    "int64": mx.int64,
+    "uint8": mx.uint8,
+    "uint32": mx.uint32,
+    "bool": mx.bool_,
+    "complex64": mx.complex64,
+}
+_NUMPY = {"float64": np.float64, "float32": np.float32, "int32": np.int32, "bool": np.bool_}
+
+OPS: dict[str, Callable[..., Any]] = {}
+
+
+def op(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Register `function` under its own name, without a trailing underscore."""
+    OPS[function.__name__.rstrip("_")] = function
+    return function
+
+
+def dtype_of(name: str) -> mx.Dtype:
+    """The MLX dtype called `name`. (`compute` is replaced by the executor when it binds.)"""
+    if name not in DTYPES:
+        raise MlxconvError(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def ints(shape: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(int(n) for n in shape)
+
+
+def from_numpy(values: Any, dtype: str) -> mx.array:
+    return mx.array(np.asarray(values), dtype=dtype_of(dtype))
