@@ -1,5 +1,6 @@
 """What a row of the lowering is written with: the table, and the builder of program nodes."""
 
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -105,9 +106,20 @@ class Builder:
     def type_of(self, value: Any) -> str:
         """`compute[batch, tokens, 64]` for a tensor, `int` for a size."""
         if isinstance(value, torch.Tensor):
-            sizes = (self.symbols.get(str(n), str(n)) for n in value.shape)
+            sizes = (str(n) if isinstance(n, int) else self.size_name(n) for n in value.shape)
             return f"{self.dtype_name(value.dtype)}[{', '.join(sizes)}]"
         return "int" if isinstance(value, (int, torch.SymInt)) else ""
+
+    def size_name(self, size: torch.SymInt) -> str:
+        """A symbolic size in the recipe's dims: `s3 + s7` becomes `text_tokens + image_tokens`."""
+        text = str(size)
+        if text in self.symbols:
+            return self.symbols[text]
+        return re.sub(r"\bs\d+\b", lambda m: self._factor(m[0]), text)
+
+    def _factor(self, symbol: str) -> str:
+        name = self.symbols.get(symbol, symbol)
+        return name if name.isidentifier() else f"({name})"
 
     @property
     def result(self) -> Any:
@@ -129,8 +141,10 @@ class Builder:
 def module_path(node: fx.Node | None) -> str:
     """Dotted path of the module that a node was traced in; empty for the root."""
     stack = (node.meta.get("nn_module_stack") if node is not None else None) or {}
-    path = next(reversed(list(stack.values())))[0] if stack else ""
-    return str(path).removeprefix("L['self']").lstrip(".")
+    path = str(next(reversed(list(stack.values())))[0] if stack else "")
+    if path.startswith("_empty_nn_module_stack"):  # what run_decompositions writes for the root
+        return ""
+    return path.removeprefix("L['self']").lstrip(".")
 
 
 def promoted(b: Builder, *args: Arg) -> list[Arg]:
