@@ -5,7 +5,7 @@ The work is done over blocks of groups that stay in a core's cache. That costs l
 every machine. The "rtn" result is bit-identical to `mx.quantize` on CPU.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ _CLIPS = (np.float32(0.95), np.float32(0.87), np.float32(0.8))
 
 
 def quantize_affine(
-    weight: Array,
+    pieces: Iterable[Array],
     out: tuple[Array, Array, Array],
     *,
     bits: int,
@@ -34,32 +34,42 @@ def quantize_affine(
     dtype: str,
     method: str,
 ) -> None:
-    """Quantize `weight` (rows, width), bfloat16 as its uint16 bits, into `out`, in place.
+    """Quantize a weight (rows, width) into `out`, in place.
 
+    pieces: the weight row-major, cut anywhere between groups; bfloat16 as its uint16 bits.
     out: codes uint32 (rows, width * bits / 32), scales and biases (rows, width / group) as their
     bits in `dtype` (uint16 for the 16-bit ones, float32 for float32).
     """
-    source = weight.reshape(-1, group)
     codes = out[0].reshape(-1, group * bits // 32)
     scales, biases = out[1].reshape(-1), out[2].reshape(-1)
-    # Not a power of two: transposing into rows so far apart would hit one cache set 64 times.
-    step = _BLOCK // group + 16
-    work = _Workspace(group, min(step, len(source)))
-    rounding = _ROUNDINGS[dtype]
-    held = "bfloat16" if weight.dtype == np.uint16 else weight.dtype.name
-    cast = method == "rtn" and held != dtype
+    rounding, work, done = _ROUNDINGS[dtype], _Workspace(group), 0
     with np.errstate(all="ignore"):
-        for block in _blocks(len(source), step):
-            work = work.load(source[block])
-            if cast:
+        for source in _blocks(pieces, group):
+            work.load(source)
+            if method == "rtn" and _dtype_name(source) != dtype:
                 work.weight[...] = rounding.nearest(work.weight)
             fit = _fit(work, bits, rounding, method)
+            block = slice(done, done + len(source))
             codes[block] = _pack(_integers(work, fit), bits)
             scales[block], biases[block] = (rounding.encode(part) for part in fit)
+            done = block.stop
 
 
-def _blocks(count: int, step: int) -> Iterator[slice]:
-    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+def _dtype_name(weight: Array) -> str:
+    return "bfloat16" if weight.dtype == np.uint16 else weight.dtype.name
+
+
+def _blocks(pieces: Iterable[Array], group: int) -> Iterator[Array]:
+    """The groups (count, group) in order, as many at a time as fit the workspace."""
+    step = _block_groups(group)
+    for piece in pieces:
+        groups = piece.reshape(-1, group)
+        yield from (groups[start : start + step] for start in range(0, len(groups), step))
+
+
+def _block_groups(group: int) -> int:
+    # Not a power of two: transposing into rows so far apart would hit one cache set 64 times.
+    return _BLOCK // group + 16
 
 
 # ------------------------------------------------------------------------------ storage rounding
@@ -125,24 +135,27 @@ class _Workspace:
     """Buffers of one block, (group, groups): a group is a column, so that what is done to every
     group is one operation on long contiguous rows."""
 
-    def __init__(self, group: int, groups: int) -> None:
-        self.half = np.empty((group, groups), np.uint16)
-        self.weight = np.empty((group, groups), np.float32)
-        self.scaled = np.empty((group, groups), np.float32)
-        self.codes = np.empty((group, groups), np.float32)
+    def __init__(self, group: int) -> None:
+        size = group * _block_groups(group)
+        self._buffers = [np.empty(size // 2, np.uint32), *np.empty((3, size), np.float32)]
+        self.pairs, self.weight, self.scaled, self.codes = self._buffers
 
-    def load(self, source: Array) -> "_Workspace":
-        """A workspace of the right size with (groups, group), bfloat16 as uint16, in `weight`."""
-        if len(source) != self.weight.shape[1]:
-            return _Workspace(source.shape[1], len(source)).load(source)
+    def load(self, source: Array) -> None:
+        """Transpose (groups, group), bfloat16 as its uint16 bits, into `weight`."""
+        groups, group = source.shape
+        heights = (group // 2, group, group, group)
+        self.pairs, self.weight, self.scaled, self.codes = (
+            buffer[: height * groups].reshape(height, groups)
+            for buffer, height in zip(self._buffers, heights)
+        )
         if source.dtype != np.uint16:
             np.copyto(self.weight, source.T)
-            return self
-        # Four at a time: transposing 8-byte items costs a third less than 2-byte ones.
-        quads = source.view(np.uint64).T.copy().view(np.uint16).reshape(-1, len(source), 4)
-        np.copyto(self.half.reshape(-1, 4, len(source)), quads.transpose(0, 2, 1))
-        np.left_shift(self.half, 16, out=self.weight.view(np.uint32), dtype=np.uint32)
-        return self
+            return
+        # Two at a time: transposing 4-byte items costs half of what 2-byte ones do.
+        np.copyto(self.pairs, source.view(np.uint32).T)
+        bits = self.weight.view(np.uint32)
+        np.left_shift(self.pairs, np.uint32(16), out=bits[::2])
+        np.bitwise_and(self.pairs, np.uint32(0xFFFF0000), out=bits[1::2])
 
     def encode(self, fit: "_Fit", bits: int) -> None:
         """`scaled` = (weight - bias) / scale, and `codes` = the nearest code to it."""
@@ -250,9 +263,9 @@ def _integers(work: _Workspace, fit: _Fit) -> NDArray[np.uint32]:
     if not np.isfinite(fit[0]).all() or not np.isfinite(fit[1]).all():
         np.nan_to_num(work.codes, copy=False, nan=0)
     # int32 first: the direct cast to uint32 is twice as slow. `scaled` is free by now.
-    integers = work.scaled.view(np.int32)
-    np.copyto(integers, work.codes, casting="unsafe")
-    return integers.view(np.uint32)
+    np.copyto(work.scaled.view(np.int32), work.codes, casting="unsafe")
+    integers: NDArray[np.uint32] = work.scaled.view(np.uint32)
+    return integers
 
 
 def _pack(codes: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:

@@ -24,8 +24,10 @@ from mlxconv.convert.quantization import (
     matches,
     parse_precision,
     quantize,
+    quantize_stream,
     relative_error,
 )
+from mlxconv.convert.writer import array_bytes
 from mlxconv.runtime.errors import MlxconvError
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -256,6 +258,28 @@ def test_odd_shapes_and_a_short_last_block(rows: int, width: int) -> None:
 def test_a_transposed_weight_is_read_in_its_own_order() -> None:
     weight = gaussian(128, 6).T
     assert_equals_mlx(quantize(weight, affine(4), "rtn"), weight)
+
+
+@pytest.mark.parametrize("size", [1000, 4096, 1 << 20])
+@pytest.mark.parametrize("q", ["4bit", "5bit", "mxfp8"])
+@pytest.mark.parametrize(("dtype", "code"), [("bfloat16", "BF16"), ("float32", "F32")])
+def test_a_stream_of_bytes_gives_the_same_whatever_its_chunks(
+    size: int, q: str, dtype: str, code: str
+) -> None:
+    weight, precision = gaussian(70, 192, dtype=dtype), parse_precision(q)
+    data = bytes(array_bytes(weight))
+    chunks = (data[start : start + size] for start in range(0, len(data), size))
+    streamed = quantize_stream((70, 192), code, chunks, precision).tensors()
+    for name, array in quantize(weight, precision).tensors().items():
+        assert bits_of(streamed[name]) == bits_of(array)
+
+
+@pytest.mark.parametrize("count", [0, 1, 63, 65])
+def test_a_stream_of_the_wrong_length_is_an_error(count: int) -> None:
+    with pytest.raises(MlxconvError, match=f"expected 256 bytes .* found {4 * count}"):
+        quantize_stream((1, 64), "F32", [b"1234"] * count, affine(4))
+    with pytest.raises(MlxconvError, match="stream of F8_E4M3"):
+        quantize_stream((1, 64), "F8_E4M3", [bytes(64)], affine(4))
 
 
 @pytest.mark.parametrize("method", ["rtn", "refit", "search"])
