@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from .errors import MlxconvError
 from .ops import dtype_of
@@ -185,7 +187,7 @@ class Weights:
 
     def _read(self, name: str) -> Held:
         if name in self.constants:
-            return self._tensor(self.folder / CONSTANTS_FILE, name)
+            return load_constant(self.folder / CONSTANTS_FILE, name)
         dtype = self.parameters[name].dtype if name in self.parameters else "compute"
         target = self.compute if dtype == "compute" else dtype_of(_stored(dtype))
         module = name.removesuffix(".weight")
@@ -220,6 +222,18 @@ class Weights:
         if name not in tensors:
             raise MlxconvError(f"{file}: tensor {name!r} is missing; convert the component again")
         return tensors.pop(name) if not self.resident else tensors[name]
+
+
+def load_constant(file: Path, name: str) -> mx.array:
+    """One tensor that the program computes from the configuration alone, float64 included."""
+    try:
+        with safe_open(str(file), framework="numpy") as stream:
+            value = stream.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise MlxconvError(
+            f"{file}: constant {name!r} cannot be read ({error}); convert the component again"
+        ) from error
+    return mx.array(value, dtype=mx.float64) if value.dtype == np.float64 else mx.array(value)
 
 
 def _stored(dtype: str) -> str:

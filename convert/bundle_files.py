@@ -1,0 +1,106 @@
+"""The files of a bundle beside the weights: configurations, index, tokenizers, licences."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from mlxconv.runtime.errors import MlxconvError
+
+from .checkpoint import Checkpoint
+from .quantization import Decision, Precision
+
+BUNDLE_FORMAT = "mlxconv-bundle"
+BUNDLE_VERSION = 1
+_LICENCE = re.compile(r"(license|licence|notice|copying).*", re.IGNORECASE)
+_PACKAGES = ("mlxconv", "mlx", "torch", "diffusers", "transformers", "safetensors")
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Indented, with a final newline; keys keep their order."""
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that decide what a conversion gives."""
+    found = {"python": sys.version.split()[0]}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def quantization_table(default: Precision, decisions: Iterable[Decision]) -> dict[str, Any] | None:
+    """`quantization` of config.json, as mlx-lm reads it: defaults, and the modules that differ."""
+    quantized = {
+        d.name.removesuffix(".weight"): d.precision for d in decisions if d.precision.quantized
+    }
+    if not quantized:
+        return None
+    base = default if default.quantized else next(iter(quantized.values()))
+    overrides = {k: _spec(p) for k, p in sorted(quantized.items()) if _spec(p) != _spec(base)}
+    return {**_spec(base), **overrides}
+
+
+def _spec(precision: Precision) -> dict[str, Any]:
+    return {
+        "group_size": precision.group_size,
+        "bits": precision.bits,
+        "mode": precision.mode,
+    }
+
+
+def component_config(
+    merged: dict[str, Any], dtype: str, quantization: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The component's config.json: the merged configuration, and how it was converted."""
+    ours: dict[str, Any] = {"mlxconv": {"version": BUNDLE_VERSION, "dtype": dtype}}
+    if quantization is not None:
+        ours |= {"quantization": quantization, "quantization_config": quantization}
+    return {**merged, **ours}
+
+
+def copy_rest(checkpoint: Checkpoint, out: Path, warn: list[str]) -> None:
+    """Everything that is not a component: scheduler, tokenizers (as tokenizer.json), licences."""
+    for file in checkpoint.loose_files:
+        if _LICENCE.fullmatch(file.name):
+            shutil.copyfile(file, out / file.name)
+    for name, folder in checkpoint.others.items():
+        shutil.copytree(folder, out / name, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+        if "tokenizer" in name and not (out / name / "tokenizer.json").is_file():
+            _fast_tokenizer(checkpoint, name, out / name, warn)
+    index = next(
+        (f for n in ("model_index.json", "modular_model_index.json")
+         if (f := checkpoint.path / n).is_file()), None,
+    )  # fmt: skip
+    if index is not None:
+        shutil.copyfile(index, out / index.name)
+
+
+def _fast_tokenizer(checkpoint: Checkpoint, name: str, folder: Path, warn: list[str]) -> None:
+    """Write tokenizer.json where the checkpoint has only vocabulary files."""
+    import transformers
+
+    listed = checkpoint.index.get(name)
+    class_name = listed[1] if isinstance(listed, list) and len(listed) > 1 else "AutoTokenizer"
+    try:
+        cls = getattr(transformers, str(class_name))
+        tokenizer = cls.from_pretrained(str(folder), local_files_only=True)
+        tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    except Exception as error:  # transformers and tokenizers raise many kinds
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        warn.append(f"{name}: no tokenizer.json could be made ({class_name}: {first:.120})")
+
+
+def refuse_nested(name: str) -> None:
+    """A component's name becomes a folder: refuse anything that is not one plain name."""
+    if not re.fullmatch(r"[\w][\w.-]*", name):
+        raise MlxconvError(f"component {name!r} is not a folder's name")

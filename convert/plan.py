@@ -1,0 +1,186 @@
+"""From a component's parameters to what is written for each: precision, layout, and the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import mlx.core as mx
+import numpy as np
+
+from mlxconv.runtime.program import Parameter
+
+from .checkpoint import Component, StoredTensor
+from .quantization import Decision, Policy, Precision, guard_flush, layout, quantize
+from .quantization import Parameter as PolicyParameter
+from .writer import Group, Output, Part, array_bytes, pass_through, single
+
+_CODES = {
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int32": "I32",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+_INTEGERS = {"int64": "int32", "int16": "int32", "int8": "int32"}
+# Bits of a float that is NaN or infinite: (unsigned type, mask of everything but the sign, limit).
+_NOT_FINITE = {
+    "BF16": (np.uint16, 0x7FFF, 0x7F80),
+    "F16": (np.uint16, 0x7FFF, 0x7C00),
+    "F32": (np.uint32, 0x7FFFFFFF, 0x7F800000),
+}
+
+
+@dataclass
+class Plan:
+    """What a component's weight files will hold. `not_finite` fills while they are written."""
+
+    groups: list[Group]
+    decisions: dict[str, Decision]
+    not_finite: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors to write."""
+        return sum(group.nbytes for group in self.groups)
+
+
+def make_plan(
+    component: Component,
+    parameters: Mapping[str, Parameter],
+    found: Mapping[str, str],
+    policy: Policy,
+    method: str,
+) -> Plan:
+    """Decide every parameter; nothing is read but samples that guard nvfp4.
+
+    `found` maps a parameter's name to the name it is stored under. A tied tensor is written once,
+    under each name that a program reads.
+    """
+    plan = Plan([], {})
+    for name, parameter in parameters.items():
+        stored = component.tensors[found[name]]
+        decision = _decide(name, parameter, stored, policy)
+        plan.decisions[name] = decision
+        count = _counter(plan.not_finite, name)
+        plan.groups.append(_group(name, parameter, stored, decision.precision, method, count))
+    return plan
+
+
+def _decide(name: str, parameter: Parameter, stored: StoredTensor, policy: Policy) -> Decision:
+    dtype = _INTEGERS.get(parameter.dtype, parameter.dtype)
+    decision = policy.decide(PolicyParameter(name, parameter.shape, dtype, parameter.kind))
+    if decision.precision.mode == "nvfp4":
+        precision, why = guard_flush(_sample(stored), decision.precision)
+        decision = replace(decision, precision=precision, why=why or decision.why)
+    return decision
+
+
+def _sample(stored: StoredTensor, rows: int = 64) -> mx.array:
+    """Rows spread over a matrix: four runs, so that a large one is not read for the guard."""
+    total = stored.shape[0]
+    run = max(1, rows // 4)
+    starts = sorted({int(s) for s in np.linspace(0, max(0, total - run), 4)})
+    return mx.concatenate([stored.read_rows(s, min(total, s + run)) for s in starts])
+
+
+def _counter(table: dict[str, int], name: str) -> Callable[[int], None]:
+    def count(more: int) -> None:
+        if more:
+            table[name] = table.get(name, 0) + more
+
+    return count
+
+
+def _group(
+    name: str,
+    parameter: Parameter,
+    stored: StoredTensor,
+    precision: Precision,
+    method: str,
+    count: Callable[[int], None],
+) -> Group:
+    if precision.quantized:
+        return _quantized(name, stored, precision, method, count)
+    code = _CODES[precision.dtype]
+    output = Output(name, stored_shape(parameter), code)
+    if code == stored.dtype and parameter.kind not in ("conv", "conv_transpose"):
+        return pass_through(output, lambda: _checked(stored, count))
+    return single(output, lambda: _converted(stored, parameter.kind, precision.dtype, count))
+
+
+def stored_shape(parameter: Parameter) -> tuple[int, ...]:
+    """The shape in the bundle: convolutions are channels-last (out, *kernel, in)."""
+    shape = parameter.shape
+    if parameter.kind == "conv":
+        return (shape[0], *shape[2:], shape[1])
+    if parameter.kind == "conv_transpose":
+        return (shape[1], *shape[2:], shape[0])
+    return shape
+
+
+def to_stored(value: mx.array, kind: str) -> mx.array:
+    """A tensor in PyTorch's layout as the bundle stores it."""
+    axes = tuple(range(2, value.ndim))
+    if kind == "conv":
+        return value.transpose(0, *axes, 1)
+    return value.transpose(1, *axes, 0) if kind == "conv_transpose" else value
+
+
+def from_stored(value: mx.array, kind: str) -> mx.array:
+    """A tensor of the bundle in PyTorch's layout."""
+    last = value.ndim - 1
+    axes = tuple(range(1, last))
+    if kind == "conv":
+        return value.transpose(0, last, *axes)
+    return value.transpose(last, 0, *axes) if kind == "conv_transpose" else value
+
+
+def _checked(stored: StoredTensor, count: Callable[[int], None]) -> Iterator[bytes]:
+    for chunk in stored.chunks():
+        count(_count_not_finite(chunk, stored.dtype))
+        yield chunk
+
+
+def _count_not_finite(data: bytes | memoryview, code: str) -> int:
+    if code not in _NOT_FINITE:
+        return 0
+    kind, mask, limit = _NOT_FINITE[code]
+    bits = np.frombuffer(data, kind) & kind(mask)
+    return int(np.count_nonzero(bits >= limit)) if bits.size and bits.max() >= limit else 0
+
+
+def _read(stored: StoredTensor, count: Callable[[int], None]) -> mx.array:
+    value = stored.read()
+    if mx.issubdtype(value.dtype, mx.floating):
+        code = {mx.float32: "F32", mx.float16: "F16"}.get(value.dtype, "BF16")
+        plain = value.view(mx.uint16) if code == "BF16" else value
+        count(_count_not_finite(array_bytes(plain), code))
+    return value
+
+
+def _converted(
+    stored: StoredTensor, kind: str, dtype: str, count: Callable[[int], None]
+) -> mx.array:
+    return to_stored(_read(stored, count), kind).astype(
+        getattr(mx, dtype + "_" * (dtype == "bool"))
+    )
+
+
+def _quantized(
+    name: str,
+    stored: StoredTensor,
+    precision: Precision,
+    method: str,
+    count: Callable[[int], None],
+) -> Group:
+    module = name.removesuffix(".weight")
+    parts = layout(stored.shape, precision)
+    outputs = tuple(Output(f"{module}.{key}", *parts[key]) for key in parts)
+
+    def produce() -> Iterable[Part]:
+        made = quantize(_read(stored, count), precision, method)
+        return made.tensors().values()
+
+    return Group(outputs, produce, stored.size)

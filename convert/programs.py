@@ -1,0 +1,117 @@
+"""A component's program: every entry of its recipe traced, lowered, rewritten, and outlined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.program import Parameter, Program, validate
+
+from .recipe import Recipe, evaluate
+
+if TYPE_CHECKING:
+    import torch
+
+Size = tuple[int, int]  # pixels, width and height
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program, the values of its constants, and every tensor that the module owns.
+
+    `parameters` has those that no entry reads too (kind `other` unless the module says more).
+    """
+
+    program: Program
+    constants: dict[str, np.ndarray[Any, Any]]
+    parameters: dict[str, Parameter]
+
+
+def compile_program(
+    cls: type, config: Mapping[str, Any], recipe: Recipe, sizes: Sequence[Size] = ()
+) -> Compiled:
+    """Trace all entries that the recipe gives for this configuration; no weight is read.
+
+    `sizes` matter to classes that fix their image size: one entry for each.
+    """
+    from .lowering import Lowered, lower
+    from .outline import outline
+    from .rewrites import rewrite
+    from .tracing import Traced, trace
+
+    lowered: list[Lowered] = []
+    owned: dict[str, Parameter] = {}
+    constants: dict[str, torch.Tensor] = {}
+    for name in recipe.programs_for({**_defaults(cls, config), **config}):
+        for dims in fixed_dims(recipe, sizes):
+            traced: Traced = trace(cls, config, recipe, name, dims=dims)
+            found = lower(traced)
+            entry = rewrite(found.entry, found.parameters)
+            lowered.append(replace(found, entry=entry))
+            constants.update({k: traced.constants[k] for k in found.constants})
+            owned = {
+                p.name: Parameter(p.shape, p.dtype, "other") for p in traced.parameters.values()
+            }
+            del traced
+    if not lowered:
+        raise MlxconvError(f"{recipe.class_name}: its recipe has no program for this config.json")
+    entries, blocks = outline([found.entry for found in lowered])
+    used = merge_kinds(found.parameters for found in lowered)
+    values = {name: _numpy(value) for name, value in constants.items()}
+    listed = {name: str(value.dtype) for name, value in values.items()}
+    program = Program(recipe.class_name, entries, blocks, used, listed)
+    validate(program, recipe.class_name)
+    return Compiled(program, values, {**owned, **used})
+
+
+def _defaults(cls: type, config: Mapping[str, Any]) -> dict[str, Any]:
+    from .tracing import merged_config
+
+    return merged_config(cls, config)
+
+
+def fixed_dims(recipe: Recipe, sizes: Sequence[Size]) -> list[dict[str, int]]:
+    """The fixed dims of each pixel size; one empty choice where nothing depends on it."""
+    if not recipe.sizes or not sizes:
+        return [{}]
+    return [
+        {
+            dim: int(evaluate(expression, {"W": width, "H": height}))
+            for dim, expression in recipe.sizes.items()
+        }
+        for width, height in sizes
+    ]
+
+
+def merge_kinds(tables: Iterable[Mapping[str, Parameter]]) -> dict[str, Parameter]:
+    """Parameters of all entries; one that entries use in different ways must be stored plainly.
+
+    Raises MlxconvError for that: their conversions to a layout would contradict each other.
+    """
+    merged: dict[str, Parameter] = {}
+    for table in tables:
+        for name, parameter in table.items():
+            known = merged.setdefault(name, parameter)
+            if known.kind != parameter.kind:
+                raise MlxconvError(
+                    f"{name}: one entry uses it as {known.kind}, another as {parameter.kind}; "
+                    "convert them from recipes of their own (--recipe FILE)"
+                )
+    return dict(sorted(merged.items()))
+
+
+def _numpy(value: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A constant as MLX takes it: 64-bit integers and complex128 narrowed, bfloat16 as float32."""
+    import torch
+
+    narrow = {
+        torch.int64: torch.int32,
+        torch.complex128: torch.complex64,
+        torch.bfloat16: torch.float32,
+    }
+    array: np.ndarray[Any, Any] = value.to(narrow.get(value.dtype, value.dtype)).numpy()
+    return np.ascontiguousarray(array)

@@ -1,0 +1,127 @@
+"""What a conversion did, as data (the CLI's JSON) and as text."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class ComponentReport:
+    """One component. `kept` lists what did not get the precision asked, each with the reason."""
+
+    class_name: str
+    status: str  # "converted" | "copied"
+    parameters: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    bits_per_weight: float = 0.0
+    quantized: int = 0
+    kept: list[dict[str, str]] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    not_finite: dict[str, int] = field(default_factory=dict)
+    program: dict[str, Any] | None = None
+    note: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """The component's part of `convert --json`."""
+        return {
+            "class": self.class_name,
+            "status": self.status,
+            "parameters": self.parameters,
+            "bytes_in": self.bytes_in,
+            "bytes_out": self.bytes_out,
+            "bits_per_weight": round(self.bits_per_weight, 4),
+            "quantized": self.quantized,
+            "kept": self.kept,
+            "unused": self.unused,
+            "not_finite": self.not_finite,
+            "program": self.program,
+            "note": self.note,
+        }
+
+
+@dataclass
+class ConvertReport:
+    """A whole conversion. Sizes in bytes, time in seconds of wall clock."""
+
+    bundle: str
+    source: str
+    revision: str | None
+    q: str
+    seconds: float
+    peak_rss_bytes: int
+    components: dict[str, ComponentReport]
+    warnings: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """What `convert --json` prints."""
+        return {
+            "bundle": self.bundle,
+            "source": self.source,
+            "revision": self.revision,
+            "q": self.q,
+            "seconds": round(self.seconds, 3),
+            "peak_rss_bytes": self.peak_rss_bytes,
+            "components": {name: c.as_json() for name, c in self.components.items()},
+            "warnings": self.warnings,
+        }
+
+    def as_text(self) -> str:
+        """A table for people, and what was left as it was, grouped by reason."""
+        lines = [
+            f"{'component':<18}{'class':<32}{'params':>10}{'in':>10}{'out':>10}{'bits':>7}  program"
+        ]
+        for name, part in self.components.items():
+            lines.append(_row(name, part))
+        for name, part in self.components.items():
+            lines += [f"{name}: {text}" for text in _notes(part)]
+        lines += [f"warning: {text}" for text in self.warnings]
+        gigabytes = self.peak_rss_bytes / 2**30
+        lines.append(f"{self.bundle}: {self.seconds:.1f} s, peak memory {gigabytes:.2f} GiB")
+        return "\n".join(lines)
+
+
+def human_bytes(count: float) -> str:
+    """1234567 -> 1.2 MB (powers of 1000)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def human_count(count: float) -> str:
+    """1234567 -> 1.2M."""
+    for unit in ("", "K", "M"):
+        if count < 1000:
+            return f"{count:.0f}{unit}" if unit == "" else f"{count:.1f}{unit}"
+        count /= 1000
+    return f"{count:.2f}B"
+
+
+def _row(name: str, part: ComponentReport) -> str:
+    program = part.note or part.status
+    if part.program is not None:
+        program = f"{part.program['nodes']} nodes, {part.program['blocks']} blocks"
+    bits = f"{part.bits_per_weight:.2f}" if part.bits_per_weight else "-"
+    return (
+        f"{name:<18}{part.class_name:<32}{human_count(part.parameters):>10}"
+        f"{human_bytes(part.bytes_in):>10}{human_bytes(part.bytes_out):>10}{bits:>7}  {program}"
+    )
+
+
+def _notes(part: ComponentReport) -> list[str]:
+    reasons: dict[str, list[str]] = {}
+    for item in part.kept:
+        reasons.setdefault(f"{item['dtype']}: {item['why']}", []).append(item["name"])
+    notes = [_listing(reason, names) for reason, names in reasons.items()]
+    if part.unused:
+        notes.append(_listing("read by no program", part.unused))
+    if part.not_finite:
+        counted = [f"{name} ({count})" for name, count in part.not_finite.items()]
+        notes.append(_listing("NaN or infinite values", counted))
+    return notes
+
+
+def _listing(reason: str, names: list[str], shown: int = 3) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f"{reason}: {', '.join(names[:shown])}{more}"
