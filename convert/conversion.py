@@ -41,10 +41,9 @@ from .checkpoint import (
     tied_weights,
 )
 from .plan import Plan, make_plan
-from .programs import Compiled, Size, compile_program
+from .programs import Compiled, Size, compile_program, module_parameters
 from .quantization import (
     Policy,
-    Precision,
     check_patterns,
     load_policy_file,
     parse_precision,
@@ -206,8 +205,6 @@ def _module_parameters(
     cls: type, component: Component, config: dict[str, Any]
 ) -> tuple[dict[str, Parameter], dict[str, str]]:
     """Without a program, a tensor's kind is that of the module that owns it."""
-    from .tracing import module_parameters
-
     module, parameters = module_parameters(cls, component.library, component.path, config)
     return parameters, tied_weights(module)
 
@@ -438,7 +435,3 @@ def _is_matrix(job: _Job, name: str) -> bool:
     stored = job.component.tensors.get(job.match.found.get(name, name))
     return stored is not None and len(stored.shape) > 1
 
-
-def precision_of(text: str) -> Precision:
-    """Parse `--set`'s right-hand side: bits or the name of a precision."""
-    return parse_precision(_bits(text))

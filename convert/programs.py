@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -115,3 +116,43 @@ def _numpy(value: torch.Tensor) -> np.ndarray[Any, Any]:
     }
     array: np.ndarray[Any, Any] = value.to(narrow.get(value.dtype, value.dtype)).numpy()
     return np.ascontiguousarray(array)
+
+
+def module_parameters(
+    cls: type, library: str, path: Path, config: Mapping[str, Any]
+) -> tuple[torch.nn.Module, dict[str, Parameter]]:
+    """The module without its weights, and its tensors; each kind is that of the owning module.
+
+    For components that are converted without a program.
+    """
+    import torch
+
+    if library == "transformers":
+        with torch.device("meta"):
+            made = cls(cls.config_class.from_pretrained(path, local_files_only=True))  # type: ignore[attr-defined]
+    else:
+        from .tracing import build_module
+
+        made, _ = build_module(cls, config)
+    owners = {}
+    for name, module in made.named_modules():
+        owners[f"{name}.weight".lstrip(".")] = _kind_of_module(module)
+    state = made.state_dict(keep_vars=True)
+    return made, {
+        name: Parameter(tuple(value.shape), _dtype_name(value), owners.get(name, "other"))
+        for name, value in state.items()
+    }
+
+
+def _kind_of_module(module: torch.nn.Module) -> str:
+    from torch.nn.modules import conv
+
+    if isinstance(module, conv._ConvTransposeNd):
+        return "conv_transpose"
+    if isinstance(module, conv._ConvNd):
+        return "conv" if module.weight.ndim == len(module.kernel_size) + 2 else "other"
+    return "linear" if type(module).__name__.endswith("Linear") else "other"
+
+
+def _dtype_name(value: torch.Tensor) -> str:
+    return "compute" if value.is_floating_point() else str(value.dtype).removeprefix("torch.")

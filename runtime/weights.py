@@ -1,6 +1,7 @@
 """A component's weights, read lazily from its files: dense arrays and quantized matrices."""
 
 import json
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,9 +241,32 @@ def _stored(dtype: str) -> str:
     return {"int64": "int32", "int16": "int32", "int8": "int32"}.get(dtype, dtype)
 
 
+def check_whole(file: Path) -> None:
+    """MlxconvError when a safetensors file is missing, cut short, or has no readable header.
+
+    MLX itself notices a short file only when the tensor behind the cut is evaluated.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(length)) if length < size else {"": {}}
+        ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
+    except OSError as error:
+        raise MlxconvError(
+            f"{file}: {error.strerror}; the bundle is incomplete, copy it again"
+        ) from error
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error) as error:
+        raise MlxconvError(f"{file}: no safetensors header; copy the bundle again") from error
+    expected = 8 + length + max(ends, default=0)
+    if size != expected:
+        raise MlxconvError(
+            f"{file}: has {size} bytes, its header says {expected}; copy the bundle again"
+        )
+
+
 def _load(file: Path) -> dict[str, mx.array]:
-    if not file.is_file():
-        raise MlxconvError(f"{file}: missing; the bundle is incomplete, copy it again")
+    check_whole(file)
     try:
         loaded = mx.load(str(file))
     except (RuntimeError, ValueError) as error:

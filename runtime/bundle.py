@@ -1,0 +1,178 @@
+"""Opens bundles: which components they hold, and each as a callable."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from .errors import MlxconvError
+from .executor import Executor
+from .ops import dtype_of
+from .program import PROGRAM_FILE, Program, load_program
+from .weights import Weights, on_cpu
+
+MANIFEST = "mlxconv.json"
+BUNDLE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle's folder and its manifest (`mlxconv.json`)."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    def component(self, name: str) -> Path:
+        """The folder of a converted component; MlxconvError lists those that exist."""
+        known = self.manifest["components"]
+        if name not in known:
+            copied = " (copied, not converted)" if name in self.manifest.get("copied", []) else ""
+            raise MlxconvError(
+                f"{self.path}: no component {name!r}{copied}; it has {', '.join(known)}"
+            )
+        return self.path / name
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; MlxconvError says what is wrong with it."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise MlxconvError(f"{path}: cannot be read ({error.strerror}); copy it again") from error
+    except (ValueError, RecursionError) as error:
+        raise MlxconvError(f"{path}: not JSON ({error}); copy it again") from error
+    if not isinstance(data, dict):
+        raise MlxconvError(f"{path}: not a JSON object; copy it again")
+    return data
+
+
+def is_bundle(path: Path) -> bool:
+    """Whether a folder is a bundle."""
+    return (path / MANIFEST).is_file()
+
+
+def open_bundle(path: str | Path) -> Bundle:
+    """Open what `convert` wrote. MlxconvError when it is no bundle, or of a newer format."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise MlxconvError(f"{folder}: no such folder; give what `mlxconv convert` wrote")
+    if not is_bundle(folder):
+        raise MlxconvError(
+            f"{folder}: is not a bundle (no {MANIFEST}); give what `mlxconv convert` wrote"
+        )
+    manifest = read_json(folder / MANIFEST)
+    version = manifest.get("version")
+    if version != BUNDLE_VERSION:
+        raise MlxconvError(
+            f"{folder / MANIFEST}: bundle format {version!r}, this mlxconv reads {BUNDLE_VERSION}; "
+            "upgrade mlxconv (`pip install -U mlxconv`) or convert again"
+        )
+    if not isinstance(manifest.get("components"), dict):
+        raise MlxconvError(f"{folder / MANIFEST}: lists no components; convert again")
+    return Bundle(folder, manifest)
+
+
+class LoadedComponent:
+    """One component: call it with the keyword names of the diffusers forward.
+
+    Arguments and results are `mx.array` (NumPy arrays and lists are taken too). Entries other
+    than `forward` are methods: `vae.decode(z=latents)`.
+    """
+
+    def __init__(self, path: Path, config: dict[str, Any], executor: Executor) -> None:
+        self.path, self.config, self.executor = path, config, executor
+
+    @property
+    def program(self) -> Program:
+        """The program it runs."""
+        return self.executor.program
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Precision of its activations."""
+        return self.executor.weights.compute
+
+    @property
+    def entries(self) -> list[str]:
+        """Names of the entries: `forward`, `decode`, ..."""
+        return list(dict.fromkeys(e.name for e in self.program.entries))
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Run `forward`, or the one entry there is."""
+        names = self.entries
+        if "forward" not in names and len(names) > 1:
+            raise MlxconvError(f"{self.path}: has no forward; call one of {', '.join(names)}")
+        return self.executor("forward" if "forward" in names else names[0], **inputs)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        executor = self.__dict__.get("executor")
+        if executor is not None and name in self.entries:
+            return partial(executor, name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+
+def load_component(
+    path: str | Path,
+    name: str | None = None,
+    *,
+    dtype: str | None = None,
+    compile: str = "off",
+    stream: bool = False,
+) -> LoadedComponent:
+    """Load one component of a bundle, or a component's own folder; weights are read when used.
+
+    `dtype`: precision of the activations ("float32", "bfloat16", "float16"). By default that of
+    the conversion; on a CPU quantized weights run in float32, since MLX's CPU product would
+    accumulate in bf16. `compile` and `stream`: see `Executor`.
+    """
+    folder = _component_folder(Path(path).expanduser(), name)
+    config = read_json(folder / "config.json")
+    ours = config.get("mlxconv")
+    if not isinstance(ours, dict) or ours.get("version") != BUNDLE_VERSION:
+        raise MlxconvError(
+            f"{folder / 'config.json'}: not written by this version of mlxconv; convert again"
+        )
+    program = load_program(folder / PROGRAM_FILE)
+    chosen = dtype or default_dtype(config)
+    weights = Weights(
+        folder,
+        program.parameters,
+        program.constants,
+        config,
+        compute=dtype_of(chosen),
+        resident=not stream,
+    )
+    return LoadedComponent(
+        folder, config, Executor(program, weights, compile=compile, stream=stream)
+    )
+
+
+def default_dtype(config: dict[str, Any]) -> str:
+    """Precision of activations for a component's configuration, on the default device."""
+    if config.get("quantization") and on_cpu():
+        return "float32"
+    return str(config["mlxconv"].get("dtype", "float32"))
+
+
+def _component_folder(path: Path, name: str | None) -> Path:
+    if not is_bundle(path) and (path / "config.json").is_file() and (
+        name is None or not (path / name).is_dir()
+    ):  # fmt: skip
+        folder = path
+    else:
+        bundle = open_bundle(path)
+        if name is None:
+            names = list(bundle.manifest["components"])
+            if len(names) != 1:
+                raise MlxconvError(f"{path}: which component? It has {', '.join(names)}")
+            name = names[0]
+        folder = bundle.component(name)
+    if not (folder / PROGRAM_FILE).is_file():
+        raise MlxconvError(
+            f"{folder}: has no {PROGRAM_FILE}: it was converted weights-only, or copied in part"
+        )
+    return folder
