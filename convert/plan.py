@@ -11,7 +11,15 @@ import numpy as np
 from mlxconv.runtime.program import Parameter
 
 from .checkpoint import Component, StoredTensor
-from .quantization import Decision, Policy, Precision, guard_flush, layout, quantize
+from .quantization import (
+    Decision,
+    Policy,
+    Precision,
+    guard_flush,
+    layout,
+    quantize,
+    quantize_stream,
+)
 from .quantization import Parameter as PolicyParameter
 from .writer import Group, Output, Part, array_bytes, pass_through, single
 
@@ -30,6 +38,8 @@ _NOT_FINITE = {
     "F16": (np.uint16, 0x7FFF, 0x7C00),
     "F32": (np.uint32, 0x7FFFFFFF, 0x7F800000),
 }
+# Bytes read at a time; larger pieces cost more in fresh pages than they save in calls.
+_CHUNK = 1 << 20
 
 
 @dataclass
@@ -138,7 +148,7 @@ def from_stored(value: mx.array, kind: str) -> mx.array:
 
 
 def _checked(stored: StoredTensor, count: Callable[[int], None]) -> Iterator[bytes]:
-    for chunk in stored.chunks():
+    for chunk in stored.chunks(_CHUNK):
         count(_count_not_finite(chunk, stored.dtype))
         yield chunk
 
@@ -180,7 +190,11 @@ def _quantized(
     outputs = tuple(Output(f"{module}.{key}", *parts[key]) for key in parts)
 
     def produce() -> Iterable[Part]:
-        made = quantize(_read(stored, count), precision, method)
+        if stored.dtype in _NOT_FINITE:
+            chunks = _checked(stored, count)
+            made = quantize_stream(stored.shape, stored.dtype, chunks, precision, method)
+        else:
+            made = quantize(_read(stored, count), precision, method)
         return made.tensors().values()
 
     return Group(outputs, produce, stored.size)

@@ -184,7 +184,7 @@ def read_header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     Raises MlxconvError where the file is no safetensors file, is cut short, or contradicts itself.
     """
     header, start, size = _header_json(file)
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", None) or {}  # MLX writes null for none
     if not isinstance(metadata, dict):
         raise MlxconvError(f"{file}: __metadata__ is no JSON object; download the file again")
     spans = {name: _entry(file, name, entry) for name, entry in header.items()}

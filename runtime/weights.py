@@ -148,8 +148,8 @@ class Weights:
         self.constants = set(constants)
         self.compute = compute
         self.resident = resident
-        self._files = _weight_map(folder)
-        self._quantization = _Specs(config.get("quantization") or {}, str(folder))
+        self._files = weight_map(folder)
+        self._quantization = Specs(config.get("quantization") or {}, str(folder))
         self._open: dict[str, dict[str, mx.array]] = {}
         self._held: dict[str | tuple[str, ...], Any] = {}
 
@@ -275,7 +275,7 @@ def _load(file: Path) -> dict[str, mx.array]:
     return loaded
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
+def weight_map(folder: Path) -> dict[str, str]:
     index = folder / INDEX_FILE
     try:
         files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -292,7 +292,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return names
 
 
-class _Specs:
+class Specs:
     """`quantization` of a config: defaults and per-module overrides, mlx-lm's convention."""
 
     def __init__(self, table: dict[str, Any], where: str) -> None:

@@ -1,13 +1,21 @@
-"""Elementwise ops. Those written with Python's own operators also take plain sizes."""
+"""Elementwise ops. Those written with Python's own operators also take plain sizes.
 
+In bf16 and fp16 a number is not rounded before it meets an array, and activations are computed in
+fp32 and rounded once, as PyTorch does both.
+"""
+
+import functools
 import math
 import operator
 from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from .registry import OPS, Number, Value, dtype_of, op
+
+_HALF = (mx.bfloat16, mx.float16)
 
 
 def _unary(function: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -18,46 +26,48 @@ def _binary(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     return lambda a, b: function(a, b)
 
 
-for _name in [
-    "exp",
-    "expm1",
-    "log",
-    "log1p",
-    "log2",
-    "sin",
-    "cos",
-    "tan",
-    "arcsin",
-    "arccos",
-    "arctan",
-    "sinh",
-    "cosh",
-    "tanh",
-    "sqrt",
-    "rsqrt",
-    "square",
-    "abs",
-    "floor",
-    "ceil",
-    "sign",
-    "sigmoid",
-    "erf",
-    "logical_not",
-    "isnan",
-    "isinf",
-    "isfinite",
-    "reciprocal",
-    "real",
-    "imag",
-    "conjugate",
-]:
+def _exact(number: Any) -> bool:
+    """Whether a number has no digits that bf16 would lose."""
+    return bool(np.float32(number) == number and np.float32(number).view(np.uint32) & 0xFFFF == 0)
+
+
+def _with_numbers(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """`function` of arrays and numbers; a number that bf16 would round is met in fp32."""
+
+    def apply(a: Value, b: Value) -> Value:
+        array, number = (a, b) if isinstance(a, mx.array) else (b, a)
+        if (
+            isinstance(number, float)
+            and isinstance(array, mx.array)
+            and array.dtype in _HALF
+            and not _exact(number)
+        ):
+            wide = (x.astype(mx.float32) if isinstance(x, mx.array) else x for x in (a, b))
+            return function(*wide).astype(array.dtype)  # type: ignore[no-any-return]
+        return function(a, b)  # type: ignore[no-any-return]
+
+    return apply
+
+
+def in_fp32(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """`function(x, ...)` computed in fp32 and rounded once, for x in half precision."""
+
+    @functools.wraps(function)
+    def apply(x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        if x.dtype not in _HALF:
+            return function(x, *args, **kwargs)
+        return function(x.astype(mx.float32), *args, **kwargs).astype(x.dtype)
+
+    return apply
+
+
+for _name in """exp expm1 log log10 log1p log2 sin cos tan arcsin arccos arctan sinh cosh tanh
+    arcsinh arccosh arctanh sqrt rsqrt square abs floor ceil sign sigmoid erf logical_not isnan
+    isinf isfinite reciprocal real imag conjugate""".split():
     OPS[_name] = _unary(getattr(mx, _name))
 OPS["neg"] = _unary(operator.neg)
 
 for _name, _function in {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
     "eq": operator.eq,
     "ne": operator.ne,
     "lt": operator.lt,
@@ -69,30 +79,22 @@ for _name, _function in {
     "logical_or": mx.logical_or,
     "bitwise_and": operator.and_,
     "bitwise_or": operator.or_,
+    "bitwise_xor": operator.xor,
+    "left_shift": operator.lshift,
+    "right_shift": operator.rshift,
     "arctan2": mx.arctan2,
     "logaddexp": mx.logaddexp,
 }.items():
     OPS[_name] = _binary(_function)
 
-
-@op
-def div(a: Value, b: Value) -> Value:
-    """True division. On two sizes the result is a Python float."""
-    return a / b
-
-
-@op
-def floor_div(a: Value, b: Value) -> Value:
-    """Division rounded down (PyTorch's `rounding_mode="floor"`, Python's `//`)."""
-    if _is_integer(a) and _is_integer(b):
-        return a // b
-    return mx.floor(a / b)
-
-
-@op
-def trunc_div(a: Value, b: Value) -> Value:
-    """Division rounded toward zero (PyTorch's `rounding_mode="trunc"`)."""
-    return trunc(a / b)
+# True division; of two sizes it is a Python float.
+for _name, _function in {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+}.items():
+    OPS[_name] = _with_numbers(_function)
 
 
 def _is_integer(a: Value) -> bool:
@@ -101,12 +103,66 @@ def _is_integer(a: Value) -> bool:
     return isinstance(a, int)
 
 
+def _is_array(a: Value, b: Value) -> bool:
+    return isinstance(a, mx.array) or isinstance(b, mx.array)
+
+
+def _exactly(function: Callable[[mx.array, mx.array], mx.array]) -> Callable[..., Any]:
+    """`function` of two arrays, in fp32 where the result is in half precision."""
+
+    def apply(a: Value, b: Value) -> mx.array:
+        dtype = (a + b).dtype  # type: ignore[union-attr]
+        wide = mx.float32 if dtype in _HALF else dtype
+        return function(*(mx.array(x).astype(wide) for x in (a, b))).astype(dtype)
+
+    return apply
+
+
+@op
+def floor_div(a: Value, b: Value) -> Value:
+    """Division rounded down (PyTorch's `rounding_mode="floor"`, Python's `//`)."""
+    if not _is_array(a, b):
+        return a // b  # type: ignore[no-any-return, operator]
+    return _floor_quotient(a, b)  # type: ignore[no-any-return]
+
+
+@_exactly
+def _floor_quotient(a: mx.array, b: mx.array) -> mx.array:
+    """The quotient of what the remainder leaves: 1 // 0.1 is 9, though 1 / 0.1 rounds to 10."""
+    whole = a - mx.remainder(a, b)
+    return whole // b if _is_integer(whole) else mx.round(whole / b)
+
+
+@op
+def trunc_div(a: Value, b: Value) -> Value:
+    """Division rounded toward zero (PyTorch's `rounding_mode="trunc"`)."""
+    return _trunc_quotient(a, b)  # type: ignore[no-any-return]
+
+
+@_exactly
+def _trunc_quotient(a: mx.array, b: mx.array) -> mx.array:
+    if _is_integer(a):
+        return mx.sign(a) * mx.sign(b) * (mx.abs(a) // mx.abs(b))
+    return trunc(a / b)  # type: ignore[no-any-return]
+
+
 @op
 def mod(a: Value, b: Value) -> Value:
     """Remainder with the sign of the divisor, as Python's `%`."""
-    if not isinstance(a, mx.array) and not isinstance(b, mx.array):
-        return a % b
-    return mx.remainder(a, b)
+    if not _is_array(a, b):
+        return a % b  # type: ignore[no-any-return, operator]
+    return _exactly(mx.remainder)(a, b)  # type: ignore[no-any-return]
+
+
+@op
+def fmod(a: Value, b: Value) -> mx.array:
+    """Remainder with the sign of the dividend, as C's `fmod`."""
+    return _signed_remainder(a, b)  # type: ignore[no-any-return]
+
+
+@_exactly
+def _signed_remainder(a: mx.array, b: mx.array) -> mx.array:
+    return mx.sign(a) * mx.remainder(mx.abs(a), mx.abs(b))
 
 
 @op
@@ -115,11 +171,17 @@ def pow_(a: Value, b: Value) -> Value:
     if isinstance(a, mx.array) and isinstance(b, (int, float)):
         if b == 2:
             return mx.square(a)
-        if b == 3:
-            return a * a * a
         if b == 0.5:
             return mx.sqrt(a)
+        return _power(a, b)
+    if isinstance(b, mx.array) and b.dtype in _HALF:
+        return (a ** b.astype(mx.float32)).astype(b.dtype)
     return a**b
+
+
+@in_fp32
+def _power(a: mx.array, b: Number) -> mx.array:
+    return a * a * a if b == 3 else a**b
 
 
 @op
@@ -139,17 +201,13 @@ def round_(x: mx.array, decimals: int = 0) -> mx.array:
 @op
 def maximum(a: Value, b: Value) -> Value:
     """The larger, elementwise; NaN wins."""
-    if isinstance(a, mx.array) or isinstance(b, mx.array):
-        return mx.maximum(a, b)
-    return max(a, b)
+    return mx.maximum(a, b) if _is_array(a, b) else max(a, b)  # type: ignore[type-var]
 
 
 @op
 def minimum(a: Value, b: Value) -> Value:
     """The smaller, elementwise; NaN wins."""
-    if isinstance(a, mx.array) or isinstance(b, mx.array):
-        return mx.minimum(a, b)
-    return min(a, b)
+    return mx.minimum(a, b) if _is_array(a, b) else min(a, b)  # type: ignore[type-var]
 
 
 @op
@@ -185,7 +243,7 @@ def item(x: mx.array) -> Number:
 
 @op
 def clip(x: mx.array, low: Value | None = None, high: Value | None = None) -> mx.array:
-    """x limited to [low, high]; either may be absent."""
+    """x limited to [low, high]; either may be absent. High wins where they cross, NaN stays."""
     return mx.clip(x, low, high)
 
 
@@ -196,6 +254,7 @@ def where(condition: mx.array, a: Value, b: Value) -> mx.array:
 
 
 @op
+@in_fp32
 def silu(x: mx.array) -> mx.array:
     """x * sigmoid(x)."""
     return x * mx.sigmoid(x)
@@ -208,6 +267,7 @@ def relu(x: mx.array) -> mx.array:
 
 
 @op
+@in_fp32
 def gelu(x: mx.array, approximate: bool = False) -> mx.array:
     """x * Phi(x), exact by erf, or the tanh approximation (Hendrycks & Gimpel 2016)."""
     if approximate:
@@ -217,6 +277,7 @@ def gelu(x: mx.array, approximate: bool = False) -> mx.array:
 
 
 @op
+@in_fp32
 def softplus(x: mx.array, beta: float = 1.0, threshold: float = 20.0) -> mx.array:
     """log(1 + exp(beta x)) / beta, and x itself above threshold."""
     scaled = x * beta
@@ -224,18 +285,21 @@ def softplus(x: mx.array, beta: float = 1.0, threshold: float = 20.0) -> mx.arra
 
 
 @op
+@in_fp32
 def leaky_relu(x: mx.array, slope: float = 0.01) -> mx.array:
     """x, or slope * x below zero."""
     return mx.where(x >= 0, x, x * slope)
 
 
 @op
+@in_fp32
 def elu(x: mx.array, alpha: float = 1.0) -> mx.array:
     """x, or alpha * (exp(x) - 1) below zero."""
     return mx.where(x > 0, x, alpha * mx.expm1(x))
 
 
 @op
+@in_fp32
 def hard_swish(x: mx.array) -> mx.array:
     """x * clip(x + 3, 0, 6) / 6."""
     return x * mx.clip(x + 3, 0, 6) / 6
@@ -252,10 +316,16 @@ def cast(x: Value, dtype: str) -> mx.array:
 
 
 @op
+def view_bits(x: mx.array, dtype: str) -> mx.array:
+    """The bits of x read as another `dtype` of the same width."""
+    return x.view(dtype_of(dtype))
+
+
+@op
 def nan_to_num(
     x: mx.array, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None
 ) -> mx.array:
-    """NaN and infinities replaced by finite numbers."""
+    """NaN and infinities replaced by finite numbers (the largest of the dtype when None)."""
     return mx.nan_to_num(x, nan, posinf, neginf)
 
 

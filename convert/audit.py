@@ -1,0 +1,214 @@
+"""Compares a bundle's weight files with the checkpoint they came from, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.program import Parameter
+from mlxconv.runtime.weights import Quantization, Specs, weight_map
+
+from .checkpoint import Component, StoredTensor, match_keys
+from .plan import to_stored
+from .safetensors_io import read_header
+
+# A group may be this much worse than rounding to nearest; a wrong scale is worse by far more.
+_WORSE = 1.25
+# Relative error of one group that no correct encoding exceeds, where rounding is not redone.
+_MX_LIMIT = {"mxfp4": 0.35, "nvfp4": 0.35, "mxfp8": 0.1}
+_ROWS = 1 << 20  # elements compared at a time
+
+
+@dataclass
+class Sums:
+    """Running sums of a comparison: everything the metrics need."""
+
+    difference: float = 0.0
+    reference: float = 0.0
+    product: float = 0.0
+    other: float = 0.0
+    max_abs: float = 0.0
+    max_reference: float = 0.0
+    finite: bool = True
+
+    def add(self, a: Any, b: Any) -> None:
+        """Compare `a` with the reference `b`, arrays of one shape."""
+        a, b = np.asarray(a, np.float64).ravel(), np.asarray(b, np.float64).ravel()
+        if not a.size:
+            return
+        gap = np.abs(a - b)
+        self.finite = self.finite and bool(np.isfinite(a).all())
+        self.difference += float(gap @ gap)
+        self.reference += float(b @ b)
+        self.other += float(a @ a)
+        self.product += float(a @ b)
+        self.max_abs = max(self.max_abs, float(gap.max()))
+        self.max_reference = max(self.max_reference, float(np.abs(b).max()))
+
+
+@dataclass
+class Audit:
+    """What was compared, and the tensors that are not what the checkpoint has."""
+
+    tensors: int = 0
+    sums: Sums = field(default_factory=Sums)
+    bad: dict[str, str] = field(default_factory=dict)
+
+
+def bundle_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a bundle's component by name, from the headers of its files."""
+    files = weight_map(folder)
+    tensors: dict[str, StoredTensor] = {}
+    for file in sorted(set(files.values())):
+        tensors |= read_header(folder / file)[0]
+    absent = sorted(set(files) - set(tensors))
+    if absent:
+        raise MlxconvError(f"{folder}: the index names {absent[:3]}, which no file holds")
+    return tensors
+
+
+def torch_shape(tensor: StoredTensor, kind: str) -> tuple[int, ...]:
+    """The shape in PyTorch's layout of a tensor stored in the bundle's."""
+    shape = tensor.shape
+    if kind == "conv":
+        return (shape[0], shape[-1], *shape[1:-1])
+    return (shape[-1], shape[0], *shape[1:-1]) if kind == "conv_transpose" else shape
+
+
+def audit(
+    folder: Path,
+    component: Component,
+    parameters: Mapping[str, Parameter],
+    config: Mapping[str, Any],
+    progress: Callable[[int], None] = lambda count: None,
+) -> Audit:
+    """Dense tensors must equal the checkpoint's, cast; quantized ones be as near as rounding.
+
+    Reads both sides in pieces. Raises MlxconvError when the two do not hold the same tensors.
+    """
+    tensors = bundle_tensors(folder)
+    specs = Specs(dict(config.get("quantization") or {}), str(folder))
+    found = _pairs(tensors, component, parameters, str(component.path), specs)
+    result = Audit()
+    for name, source in found.items():
+        kind = parameters[name].kind if name in parameters else "other"
+        scales = tensors.get(_part(name, "scales"))
+        if scales is None:
+            reason = _compare_dense(tensors[name], source, kind, result.sums)
+        else:
+            spec = specs.of(name.removesuffix(".weight"))
+            biases = tensors.get(_part(name, "biases"))
+            reason = _compare_quantized(tensors[name], scales, biases, spec, source, result.sums)
+        result.tensors += 1
+        progress(source.nbytes)
+        if reason:
+            result.bad[name] = reason
+    return result
+
+
+def _part(name: str, part: str) -> str:
+    return f"{name.removesuffix('.weight')}.{part}"
+
+
+def _pairs(
+    tensors: Mapping[str, StoredTensor],
+    component: Component,
+    parameters: Mapping[str, Parameter],
+    where: str,
+    specs: Specs,
+) -> dict[str, StoredTensor]:
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".")
+        if part in ("scales", "biases") and f"{module}.weight" in tensors:
+            continue
+        if _part(name, "scales") in tensors and name.endswith(".weight"):
+            width = tensor.shape[1] * 32 // specs.of(module).bits
+            wanted[name] = (tensor.shape[0], width)
+        else:
+            kind = parameters[name].kind if name in parameters else "other"
+            wanted[name] = torch_shape(tensor, kind)
+    missing = [n for n in parameters if n not in wanted]
+    if missing:
+        raise MlxconvError(f"{where}: the bundle lacks {missing[:3]}, which its program reads")
+    match = match_keys(wanted, component.tensors)
+    match.check(where)
+    return {name: component.tensors[stored] for name, stored in match.found.items()}
+
+
+def _compare_dense(made: StoredTensor, source: StoredTensor, kind: str, sums: Sums) -> str:
+    value = made.read()
+    expected = to_stored(source.read(), kind)
+    if mx.issubdtype(value.dtype, mx.floating):
+        sums.add(value.astype(mx.float32), expected.astype(mx.float32))
+    same = mx.array_equal(value, expected.astype(value.dtype), equal_nan=value.dtype != mx.bool_)
+    if bool(same):
+        return ""
+    differing = int(mx.sum(value != expected.astype(value.dtype)))
+    return f"{differing} of {value.size} values differ"
+
+
+def _row_chunks(rows: int, width: int) -> Iterator[tuple[int, int]]:
+    step = max(1, _ROWS // max(1, width))
+    for start in range(0, rows, step):
+        yield start, min(rows, start + step)
+
+
+def _compare_quantized(
+    packed: StoredTensor,
+    scales: StoredTensor,
+    biases: StoredTensor | None,
+    spec: Quantization,
+    source: StoredTensor,
+    sums: Sums,
+) -> str:
+    rows, width = source.shape
+    worst, bad = 0.0, 0
+    for start, stop in _row_chunks(rows, width):
+        parts = [p.read_rows(start, stop) if p else None for p in (packed, scales, biases)]
+        value = _dequantize(parts, spec)
+        exact = source.read_rows(start, stop)
+        wanted = exact.astype(mx.float32)
+        sums.add(value, wanted)
+        error = _group_error(value, wanted, spec)
+        limit = _group_limit(exact, wanted, spec, None if parts[1] is None else parts[1].dtype)
+        over = np.asarray(error) > np.asarray(limit)
+        bad += int(over.sum())
+        if over.any():
+            ratio = np.asarray(error)[over] / np.maximum(np.asarray(limit)[over], 1e-30)
+            worst = max(worst, float(ratio.max()))
+    return f"{bad} groups up to {worst:.1f} times worse than rounding" if bad else ""
+
+
+def _dequantize(parts: Sequence[mx.array | None], spec: Quantization) -> mx.array:
+    packed, scales, biases = parts
+    assert packed is not None and scales is not None
+    if biases is not None:
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+    return mx.dequantize(
+        packed, scales, biases, spec.group_size, spec.bits, spec.mode, dtype=mx.float32
+    )
+
+
+def _group_error(value: mx.array, wanted: mx.array, spec: Quantization) -> mx.array:
+    gap = (value - wanted).reshape(value.shape[0], -1, spec.group_size)
+    return mx.sqrt(mx.sum(gap * gap, axis=-1))
+
+
+def _group_limit(
+    exact: mx.array, wanted: mx.array, spec: Quantization, dtype: mx.Dtype | None
+) -> mx.array:
+    groups = wanted.reshape(wanted.shape[0], -1, spec.group_size)
+    norm = mx.sqrt(mx.sum(groups * groups, axis=-1))
+    if spec.mode != "affine":
+        return _MX_LIMIT.get(spec.mode, 0.35) * norm + 1e-12
+    rounded = exact.astype(dtype or mx.bfloat16)
+    made = list(mx.quantize(rounded, spec.group_size, spec.bits))
+    nearest = _group_error(_dequantize(made, spec), wanted, spec)
+    return _WORSE * nearest + 1e-6 * norm + 1e-30

@@ -1,0 +1,170 @@
+"""The PyTorch side of a comparison: a diffusers module, whole or streamed, and what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from mlxconv.runtime.errors import MlxconvError
+
+from .checkpoint import Component, component_class, match_keys, merged_config
+
+Array = np.ndarray[Any, Any]
+_SMALL = 50_000_000  # parameters; below this torch is fastest on one thread
+
+
+def torch_to_numpy(value: torch.Tensor) -> Array:
+    """bfloat16 as float32; everything else as it is."""
+    value = value.detach()
+    array: Array = (value.float() if value.dtype == torch.bfloat16 else value).cpu().numpy()
+    return array
+
+
+def mlx_to_torch(value: mx.array) -> torch.Tensor:
+    """The same values; bfloat16 bit for bit."""
+    if value.dtype == mx.bfloat16:
+        return torch.from_numpy(np.array(value.view(mx.uint16))).view(torch.bfloat16)
+    return torch.from_numpy(np.array(value))
+
+
+class Reference:
+    """One diffusers (or transformers) module in evaluation mode, on the CPU, in `dtype`."""
+
+    def __init__(self, module: nn.Module, label: str) -> None:
+        self.module, self.label = module.eval(), label
+        if sum(p.numel() for p in module.parameters()) < _SMALL:
+            torch.set_num_threads(1)
+
+    def run(
+        self, method: str, inputs: Mapping[str, Any], taps: Sequence[str] = ()
+    ) -> tuple[list[Array], dict[str, list[Array]]]:
+        """The method's tensors, and those that the modules at `taps` returned (last call)."""
+        found: dict[str, list[Array]] = {}
+        with _recording(self.module, taps, found), torch.no_grad():
+            output = getattr(self.module, method)(**inputs)
+        return _tensors(output), found
+
+
+def load_reference(component: Component, dtype: torch.dtype, *, stream: bool = False) -> Reference:
+    """Load as diffusers loads it: only `from_pretrained(torch_dtype=...)` honours fp32 modules.
+
+    With `stream` each module's tensors are read when it runs and dropped behind it.
+    """
+    import diffusers
+
+    name = str(dtype).removeprefix("torch.")
+    label = f"diffusers {diffusers.__version__} {name.replace('float32', 'fp32')} cpu"
+    if stream:
+        return Reference(_streamed(component, dtype), label)
+    cls: Any = component_class(component)
+    options: dict[str, Any] = {"local_files_only": True, "variant": component.variant}
+    if component.library == "diffusers":
+        options |= {"low_cpu_mem_usage": False, "torch_dtype": dtype}
+        options["use_safetensors"] = component.files[0].suffix == ".safetensors"
+    else:
+        options["dtype"] = dtype
+    try:
+        module = cls.from_pretrained(str(component.path), **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise MlxconvError(f"{component.path}: diffusers cannot load it ({first})") from error
+    return Reference(module, label)
+
+
+@contextmanager
+def replaced_weights(reference: Reference, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """The reference with other values under the same names, put back afterwards."""
+    state = reference.module.state_dict(keep_vars=True)
+    before = {name: state[name].data for name in tensors}
+    try:
+        for name, value in tensors.items():
+            state[name].data = value.to(state[name].dtype)
+        yield
+    finally:
+        for name, value in before.items():
+            state[name].data = value
+
+
+def _tensors(output: Any) -> list[Array]:
+    return [torch_to_numpy(t) for t in pytree.tree_leaves(_plain(output)) if torch.is_tensor(t)]
+
+
+def _plain(output: Any) -> Any:
+    """diffusers' outputs as tuples, whatever dataclass they come in."""
+    return output.to_tuple() if hasattr(output, "to_tuple") else output
+
+
+@contextmanager
+def _recording(
+    module: nn.Module, taps: Sequence[str], found: dict[str, list[Array]]
+) -> Iterator[None]:
+    def hook(path: str) -> Callable[..., None]:
+        def record(child: nn.Module, args: Any, output: Any) -> None:
+            found[path] = _tensors(output)
+
+        return record
+
+    modules = dict(module.named_modules())
+    handles = [modules[p].register_forward_hook(hook(p)) for p in taps if p in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# ---- streamed -----------------------------------------------------------------------------------
+
+
+def _streamed(component: Component, dtype: torch.dtype) -> nn.Module:
+    """A module on the meta device that reads each child's own tensors around its forward."""
+    from .tracing import build_module
+
+    cls = component_class(component)
+    module, _ = build_module(cls, merged_config(component), dtype=dtype)
+    dtypes = {name: t.dtype for name, t in module.state_dict(keep_vars=True).items()}
+    shapes = {n: tuple(t.shape) for n, t in module.state_dict(keep_vars=True).items()}
+    match = match_keys(shapes, component.tensors)
+    match.check(str(component.path))
+
+    def read(name: str) -> torch.Tensor:
+        value = mlx_to_torch(component.tensors[match.found[name]].read())
+        return value.to(dtypes[name]).reshape(shapes[name])
+
+    for path, child in module.named_modules():
+        _stream_child(child, path, read)
+    return module
+
+
+def _stream_child(child: nn.Module, path: str, read: Callable[[str], torch.Tensor]) -> None:
+    own = [n for n, p in child._parameters.items() if p is not None]
+    buffers = [
+        n for n, b in child._buffers.items()
+        if b is not None and n not in child._non_persistent_buffers_set
+    ]  # fmt: skip
+    if not own and not buffers:
+        return
+    empty = {n: child._parameters[n] for n in own} | {n: child._buffers[n] for n in buffers}
+
+    def fill(module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        for name in own:
+            value = read(f"{path}.{name}".lstrip("."))
+            module._parameters[name] = nn.Parameter(value, requires_grad=False)
+        for name in buffers:
+            module._buffers[name] = read(f"{path}.{name}".lstrip("."))
+
+    def drop(module: nn.Module, args: Any, output: Any) -> None:
+        for name in own:
+            module._parameters[name] = empty[name]  # type: ignore[assignment]
+        for name in buffers:
+            module._buffers[name] = empty[name]
+
+    child.register_forward_pre_hook(fill)
+    child.register_forward_hook(drop)
