@@ -153,6 +153,8 @@ class Dim:
 class Input:
     """One tensor (or list of tensors) that a program takes, and how to make a plausible one.
 
+    A dot in ``name`` puts it into a dictionary: ``added_cond_kwargs.resolution``.
+
     ``shape`` holds expressions. Values: seeded normal floats, or ``value`` (a number, or
     numbers repeated along the flattened tensor), or ``integers`` (low, high) with high
     excluded, or ``mask = "ragged"`` (row i keeps fewer leading ones). ``count`` makes it a list
@@ -168,6 +170,11 @@ class Input:
     mask: str | None = None
     count: Expression | None = None
     when: Expression | bool = True
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Where it goes among the keyword arguments: the name, split at its dots."""
+        return tuple(self.name.split("."))
 
 
 @dataclass(frozen=True)
@@ -210,6 +217,10 @@ class Recipe:
                 f"{self.class_name} has no program {name!r}, only {', '.join(self.programs)}"
             )
         return self.programs[name]
+
+    def programs_for(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """The programs that a component with this (merged) configuration has."""
+        return tuple(n for n, program in self.programs.items() if evaluate(program.when, config))
 
     def tiny_config(self, variant: str | None = None) -> dict[str, Any]:
         """Constructor arguments of a model small enough to test with."""
@@ -476,14 +487,21 @@ def example_inputs(
     names = {**config, **sizes}
     generator = torch.Generator().manual_seed(seed)
     made: dict[str, Any] = {}
-    for name, spec in entry.inputs.items():
+    for spec in entry.inputs.values():
         if not evaluate(spec.when, names):
             continue
         count = 1 if spec.count is None else int(evaluate(spec.count, names))
         tensors = [_example(spec, names, generator, dtype or torch.float32) for _ in range(count)]
-        made[name] = tensors[0] if spec.count is None else tensors
+        place(made, spec.path, tensors[0] if spec.count is None else tensors)
     made.update({name: argument_value(value, names) for name, value in entry.arguments.items()})
     return made
+
+
+def place(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    """Set ``tree[path[0]][path[1]]...``, making the dictionaries on the way."""
+    for part in path[:-1]:
+        tree = tree.setdefault(part, {})
+    tree[path[-1]] = value
 
 
 def argument_value(value: Any, names: Mapping[str, Any]) -> Any:

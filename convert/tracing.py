@@ -9,10 +9,14 @@ readable through an ``mlxconv.tap`` node, and autocast regions and in-place oper
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import math
+import re
+import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 from mlxconv.runtime.errors import MlxconvError
 
-from .recipe import Expression, ProgramRecipe, Recipe, evaluate, example_inputs, names_in
+from .recipe import Expression, ProgramRecipe, Recipe, evaluate, example_inputs, names_in, place
 
 _LIBRARY = torch.library.Library("mlxconv", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
@@ -236,7 +240,12 @@ def trace(
     source line.
     """
     job = _job(cls, config, recipe, program, dims, dtype)
-    with _taps(job.module), torch.no_grad(), warnings.catch_warnings():
+    with (
+        _taps(job.module),
+        _symbolic_builtins(job.module),
+        torch.no_grad(),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         try:
             return _traced(job, _export(job))
@@ -257,6 +266,11 @@ class _Job:
     dims: dict[str, int]
     kwargs: dict[str, Any]
     dtype: torch.dtype
+
+    def inputs(self, dims: Mapping[str, int]) -> dict[str, Any]:
+        """The program's example inputs where some dims differ from those traced."""
+        sizes = {**self.dims, **dims}
+        return example_inputs(self.recipe, self.entry.name, self.config, sizes, dtype=self.dtype)
 
     def free(self, expression: Any) -> bool:
         """Whether a size may vary: its expression reads a dim that is not declared fixed."""
@@ -311,14 +325,104 @@ def _dynamic_shapes(job: _Job) -> dict[str, Any]:
         return {axis: Dim.AUTO for axis, size in enumerate(sizes) if job.free(size)}
 
     shapes: dict[str, Any] = {}
-    for name, value in job.kwargs.items():
-        if name not in job.entry.inputs:
+    for name in job.kwargs:
+        if name in job.entry.arguments:
             shapes[name] = pytree.tree_map(auto, job.entry.arguments[name])
-        elif isinstance(value, list):
-            shapes[name] = [of_tensor(name)] * len(value)
-        else:
-            shapes[name] = of_tensor(name)
+    for name, spec in job.entry.inputs.items():
+        value = _find(job.kwargs, spec.path)
+        if value is not None:
+            axes = of_tensor(name)
+            place(shapes, spec.path, [axes] * len(value) if isinstance(value, list) else axes)
     return shapes
+
+
+def _find(tree: Any, path: tuple[str, ...]) -> Any:
+    for part in path:
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+# --- sizes that stay symbolic -----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _symbolic_builtins(module: nn.Module) -> Iterator[None]:
+    """Inside, ``int``, ``len``, ``max``, ``min`` and ``[x] * size`` leave sizes symbolic.
+
+    Python's ``int`` and ``len`` have to return a number, and ``max`` has to know which is the
+    larger: each would build the traced size into the graph without a word. The stand-ins go into
+    the source modules of the traced classes, and out of them afterwards.
+    """
+    names = {type(child).__module__ for child in module.modules()}
+    spaces = [vars(sys.modules[n]) for n in names if n.split(".")[0] in _LIBRARIES]
+    added = [(space, name) for space in spaces for name in _STAND_INS if name not in space]
+    multiply, tensor = torch.SymInt.__rmul__, torch.tensor
+
+    def repeat_or_multiply(self: torch.SymInt, other: Any) -> Any:
+        return _Repeated(other, self) if isinstance(other, list) else multiply(self, other)
+
+    def tensor_of(data: Any, **options: Any) -> torch.Tensor:
+        if isinstance(data, _Repeated) and len(data.items) == 1:
+            return torch.full((data.count,), data.items[0], **options)
+        return tensor(data, **options)
+
+    for space, name in added:
+        space[name] = _STAND_INS[name]
+    torch.SymInt.__rmul__, torch.tensor = repeat_or_multiply, tensor_of  # type: ignore
+    try:
+        yield
+    finally:
+        torch.SymInt.__rmul__, torch.tensor = multiply, tensor  # type: ignore
+        for space, name in added:
+            del space[name]
+
+
+@dataclass(frozen=True)
+class _Repeated:
+    """``items * count`` for a symbolic count."""
+
+    items: list[Any]
+    count: torch.SymInt
+
+
+class _IntType(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, int)
+
+
+class _Int(int, metaclass=_IntType):
+    """``int``, but for a symbolic size, which it returns as it is."""
+
+    def __new__(cls, value: Any = 0, *args: Any) -> Any:  # type: ignore[misc]
+        return value if isinstance(value, torch.SymInt) else int(value, *args)
+
+
+def _len(value: Any) -> Any:
+    return value.shape[0] if isinstance(value, torch.Tensor) else len(value)
+
+
+def _extreme(
+    builtin: Callable[..., Any], symbolic: Callable[[Any, Any], Any]
+) -> Callable[..., Any]:
+    def extreme(*values: Any, **options: Any) -> Any:
+        items = values if len(values) > 1 else list(values[0])
+        if options or not any(isinstance(item, torch.SymInt) for item in items):
+            return builtin(items, **options)
+        return functools.reduce(symbolic, items)
+
+    return extreme
+
+
+_LIBRARIES = ("diffusers", "transformers")
+_STAND_INS: dict[str, Any] = {
+    "int": _Int,
+    "len": _len,
+    "max": _extreme(max, torch.sym_max),
+    "min": _extreme(min, torch.sym_min),
+}
+
+
+# --- taps -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -366,7 +470,7 @@ def _where(error: BaseException) -> str:
     """The innermost line of the traced library's own source, or what torch says of it."""
     found = ""
     for frame in traceback.extract_tb(error.__traceback__):
-        for library in ("diffusers", "transformers"):
+        for library in _LIBRARIES:
             if f"/{library}/" in frame.filename:
                 found = f"{library}/{frame.filename.split(f'/{library}/')[-1]}:{frame.lineno}"
     return found or "an unknown line"
@@ -440,7 +544,8 @@ def _key(part: Any) -> str | int:
 
 
 def _input(job: _Job, node: Node, path: tuple[str | int, ...], value: Any) -> TracedInput:
-    spec = job.entry.inputs.get(str(path[0]))
+    specs = {spec.path: spec for spec in job.entry.inputs.values()}
+    spec = next((spec for start, spec in specs.items() if path[: len(start)] == start), None)
     if spec is not None:
         return TracedInput(
             node.name,
@@ -450,7 +555,7 @@ def _input(job: _Job, node: Node, path: tuple[str | int, ...], value: Any) -> Tr
             dtype=spec.dtype,
             stage=spec.stage,
         )
-    if isinstance(node.meta["val"], torch.SymInt):
+    if _symbolic(node.meta["val"]):
         expression = pytree.tree_leaves(_at(job.entry.arguments[str(path[0])], path[1:]))[0]
         return TracedInput(node.name, path, "int", shape=(expression,))
     return TracedInput(node.name, path, "constant", stage="constant", value=value)
@@ -479,22 +584,38 @@ def _sizes(
                 yield expression, size
 
 
+def _symbolic(size: int | torch.SymInt) -> bool:
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_number
+
+
 def _symbols(exported: ExportedProgram, inputs: tuple[TracedInput, ...]) -> dict[str, str]:
-    return {
-        str(size): expression
-        for expression, size in _sizes(exported, inputs)
-        if isinstance(size, torch.SymInt)
-    }
+    return {str(size): text for text, size in _sizes(exported, inputs) if _symbolic(size)}
 
 
 def _fixed(job: _Job, exported: ExportedProgram, inputs: tuple[TracedInput, ...]) -> dict[str, int]:
+    """The dims that the program reads and whose value, or range, is built into the graph."""
+    used = {n for text, _ in _sizes(exported, inputs) for n in names_in(text)}
     built_in = {
         name
         for expression, size in _sizes(exported, inputs)
-        if not isinstance(size, torch.SymInt)
+        if not _symbolic(size)
         for name in names_in(expression)
     }
     for name, value in job.entry.arguments.items():
         if not any(item.kind == "int" and item.path[0] == name for item in inputs):
             built_in.update(*(names_in(leaf) for leaf in pytree.tree_leaves(value)))
+    for name in used - built_in:
+        checks = job.recipe.dims[name].check
+        if any(_unmet(exported, job.inputs({name: size})) for size in checks):
+            built_in.add(name)
     return {name: size for name, size in job.dims.items() if name in built_in}
+
+
+def _unmet(exported: ExportedProgram, kwargs: Mapping[str, Any]) -> list[str]:
+    """Equations of a size with a number, found while tracing, that these arguments do not meet.
+
+    torch's other conditions on sizes mostly tell how it laid out a tensor, not what it computed.
+    """
+    scope = {"L": kwargs, "max": max, "min": min, "math": math}
+    equations = [code for code in exported._guards_code if re.search(r"== \d+$", code)]
+    return [code for code in equations if not eval(code, scope)]
