@@ -23,6 +23,7 @@ __all__ = [
     "match_keys",
     "merged_config",
     "open_checkpoint",
+    "open_component",
     "tied_weights",
 ]
 
@@ -91,9 +92,14 @@ def open_checkpoint(source: str | Path, variant: str | None = None) -> Checkpoin
             f"{path}: {'holds ' + names if names else 'is empty'}; expected model_index.json (a "
             "pipeline) or config.json with weights (one component)"
         )
-    component = _open_component(path, None, None, variant, fallback=False)
+    component = open_component(path, variant)
     loose = _loose_files(path)
     return Checkpoint(path, None, {}, {component.name: component}, {}, loose)
+
+
+def open_component(path: str | Path, variant: str | None = None) -> Component:
+    """Open one model's folder (`config.json` and weights); no weight is read."""
+    return _open_component(_folder(path), None, None, variant, fallback=False)
 
 
 def component_class(component: Component) -> type:

@@ -37,8 +37,24 @@ def compile_program(
 ) -> Compiled:
     """Trace all entries that the recipe gives for this configuration; no weight is read.
 
-    `sizes` matter to classes that fix their image size: one entry for each.
+    `sizes` matter to classes that fix their image size: one entry for each. The last few results
+    are kept: converting one checkpoint to several precisions traces it once.
     """
+    key = repr((cls, sorted(config.items()), recipe, sizes))
+    if key not in _RECENT:
+        while len(_RECENT) >= _KEPT:
+            _RECENT.pop(next(iter(_RECENT)))
+        _RECENT[key] = _compile(cls, config, recipe, sizes)
+    return _RECENT[key]
+
+
+_RECENT: dict[str, Compiled] = {}
+_KEPT = 4
+
+
+def _compile(
+    cls: type, config: Mapping[str, Any], recipe: Recipe, sizes: Sequence[Size]
+) -> Compiled:
     from .lowering import Lowered, lower
     from .outline import outline
     from .rewrites import rewrite

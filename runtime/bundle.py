@@ -151,6 +151,11 @@ def load_component(
     )
 
 
+def program_of(path: str | Path, name: str | None = None) -> Program:
+    """The program of a bundle's component, without its weights."""
+    return load_program(_component_folder(Path(path).expanduser(), name) / PROGRAM_FILE)
+
+
 def default_dtype(config: dict[str, Any]) -> str:
     """Precision of activations for a component's configuration, on the default device."""
     if config.get("quantization") and on_cpu():

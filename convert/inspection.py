@@ -1,0 +1,180 @@
+"""What a checkpoint or a bundle holds, read from its files' headers, never from intent."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlxconv.runtime.bundle import is_bundle, open_bundle, read_json
+from mlxconv.runtime.program import PROGRAM_FILE, load_program
+from mlxconv.runtime.weights import INDEX_FILE, Specs
+
+from .audit import bundle_tensors
+from .checkpoint import open_checkpoint, open_component
+from .report import human_bytes, human_count
+from .safetensors_io import StoredTensor
+
+
+@dataclass
+class Held:
+    """One component's contents. `kept` are the matrices that are not quantized, with dtypes."""
+
+    class_name: str
+    parameters: int
+    bytes: int
+    dtypes: dict[str, int]
+    quantized: int
+    kept: list[dict[str, str]]
+    program: dict[str, Any] | None = None
+    status: str = ""
+    tensors: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits per parameter, scales and biases included."""
+        return 8 * self.bytes / max(1, self.parameters)
+
+
+@dataclass
+class Inspection:
+    """A checkpoint's or a bundle's components."""
+
+    kind: str
+    path: str
+    format_version: int | None
+    components: dict[str, Held]
+    source: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """What `inspect --json` prints."""
+        components = {}
+        for name, held in self.components.items():
+            components[name] = {
+                "class": held.class_name,
+                "status": held.status,
+                "parameters": held.parameters,
+                "bytes": held.bytes,
+                "dtypes": held.dtypes,
+                "bits_per_weight": round(held.bits_per_weight, 4),
+                "quantized": held.quantized,
+                "kept": held.kept,
+                "program": held.program,
+            }
+            if held.tensors:
+                components[name]["tensors"] = held.tensors
+        return {
+            "kind": self.kind,
+            "path": self.path,
+            "source": self.source,
+            "format_version": self.format_version,
+            "components": components,
+        }
+
+    def as_text(self) -> str:
+        """A table for people."""
+        origin = f", from {self.source}" if self.source else ""
+        lines = [f"{self.path}: {self.kind}{origin}"]
+        lines.append(
+            f"{'component':<18}{'class':<32}{'params':>10}{'bytes':>11}{'bits':>7}  dtypes"
+        )
+        for name, held in self.components.items():
+            dtypes = ", ".join(f"{k} {human_count(v)}" for k, v in held.dtypes.items())
+            lines.append(
+                f"{name:<18}{held.class_name:<32}{human_count(held.parameters):>10}"
+                f"{human_bytes(held.bytes):>11}{held.bits_per_weight:>7.2f}  {dtypes}"
+            )
+            if held.quantized:
+                lines.append(f"{'':<18}{held.quantized} matrices quantized, {len(held.kept)} kept")
+            if held.program:
+                lines.append(f"{'':<18}program: {held.program}")
+            for t in held.tensors:
+                lines.append(f"  {t['name']:<70}{t['dtype']:<9}{t['shape']}{t['note']}")
+        return "\n".join(lines)
+
+
+def inspect(path: str | Path, *, tensors: bool = False) -> Inspection:
+    """Look at a checkpoint or a bundle (or one component's folder of either)."""
+    folder = Path(path).expanduser()
+    if is_bundle(folder):
+        bundle = open_bundle(folder)
+        held = {n: _converted(folder / n, tensors) for n in bundle.manifest["components"]}
+        for name in bundle.manifest.get("copied", []):
+            held[name] = _source(folder / name, tensors)
+        version, source = bundle.manifest["version"], bundle.manifest.get("source")
+        return Inspection("bundle", str(folder), version, held, source)
+    if (folder / INDEX_FILE).is_file() and _is_ours(folder):
+        config = read_json(folder / "config.json")
+        version = config["mlxconv"].get("version")
+        held = {folder.name: _converted(folder, tensors)}
+        return Inspection("bundle", str(folder), version, held)
+    checkpoint = open_checkpoint(folder)
+    held = {
+        name: _held(c.class_name, c.tensors, {}, tensors, "")
+        for name, c in checkpoint.components.items()
+    }
+    return Inspection("checkpoint", str(folder), None, held)
+
+
+def _is_ours(folder: Path) -> bool:
+    return isinstance(read_json(folder / "config.json").get("mlxconv"), dict)
+
+
+def _source(folder: Path, tensors: bool) -> Held:
+    component = open_component(folder)
+    return _held(component.class_name, component.tensors, {}, tensors, "copied")
+
+
+def _converted(folder: Path, tensors: bool) -> Held:
+    config = read_json(folder / "config.json")
+    found = bundle_tensors(folder)
+    name = config.get("_class_name") or (config.get("architectures") or ["?"])[0]
+    held = _held(str(name), found, config, tensors, "converted")
+    if (folder / PROGRAM_FILE).is_file():
+        program = load_program(folder / PROGRAM_FILE)
+        held.class_name = program.class_name
+        held.program = {
+            "nodes": program.count_nodes(),
+            "blocks": len(program.blocks),
+            "entries": list(dict.fromkeys(e.name for e in program.entries)),
+            "sizes": [e.sizes for e in program.entries if e.sizes],
+        }
+    return held
+
+
+def _held(
+    class_name: str,
+    found: Mapping[str, StoredTensor],
+    config: Mapping[str, Any],
+    tensors: bool,
+    status: str,
+) -> Held:
+    specs = Specs(dict(config.get("quantization") or {}), class_name)
+    dtypes: Counter[str] = Counter()
+    count, quantized, kept, listed = 0, 0, [], []
+    for name, tensor in found.items():
+        module, _, part = name.rpartition(".")
+        packed = part == "weight" and f"{module}.scales" in found
+        companion = part in ("scales", "biases") and f"{module}.scales" in found
+        shape, note = tensor.shape, ""
+        if packed:
+            spec = specs.of(module)
+            shape = (tensor.shape[0], tensor.shape[1] * 32 // spec.bits)
+            note = f"  {spec.mode} {spec.bits} bit, group {spec.group_size}"
+            quantized += 1
+        size = 1
+        for n in shape:
+            size *= n
+        if not companion:
+            count += size
+            dtypes[f"{spec.bits}bit" if packed else tensor.dtype] += size
+            if not packed and len(shape) > 1 and config.get("quantization"):
+                kept.append({"name": name, "dtype": tensor.dtype})
+        if tensors:
+            listed.append(
+                {"name": name, "dtype": tensor.dtype, "shape": list(tensor.shape), "note": note}
+            )
+    total = sum(t.nbytes for t in found.values())
+    return Held(class_name, count, total, dict(dtypes), quantized, kept, None, status, listed)

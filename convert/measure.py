@@ -1,0 +1,145 @@
+"""Measures a recipe by the product's own means: a tiny checkpoint, converted and verified.
+
+`mlxconv models` shows the figures, the test suite holds every recipe to them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .conversion import convert
+from .parity import Row, verify
+from .recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One configuration of a class at one precision, on the tiny config of its recipe.
+
+    `rel_l2`: worst forward error over the entries, against diffusers in fp32. `limit`: what the
+    verdict was judged by, where it is on that number. `runtime`: for quantized bundles, the error
+    of the runtime against its dequantized weights run by diffusers.
+    """
+
+    class_name: str
+    variant: str
+    q: str
+    entries: tuple[str, ...]
+    rel_l2: float
+    limit: float | None
+    runtime: float | None
+    quantized: int
+    passed: bool
+    problem: str = ""
+
+
+def tiny_checkpoint(recipe: Recipe, variant: str | None, folder: Path, seed: int = 0) -> Path:
+    """Save the recipe's tiny model with seeded weights that leave no tensor without effect.
+
+    Default initialisation has norms of one, biases of zero, and some outputs of zero: swapped or
+    missing tensors would go unnoticed.
+    """
+    import diffusers
+    import torch
+    import transformers
+
+    library = transformers if recipe.library == "transformers" else diffusers
+    cls = getattr(library, recipe.class_name)
+    torch.set_num_threads(1)
+    module = cls(**recipe.tiny_config(variant)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(_weights(name, parameter.shape, generator))
+    module.save_pretrained(str(folder))
+    return folder
+
+
+def _weights(name: str, shape: Sequence[int], generator: Any) -> Any:
+    import torch
+
+    noise = torch.randn(tuple(shape), generator=generator)
+    if len(shape) > 1:
+        return noise / math.sqrt(math.prod(shape[1:]))
+    return 1 + 0.1 * noise if name.endswith("weight") else 0.1 * noise
+
+
+def measure(
+    recipe: Recipe, variant: str | None = None, precisions: Sequence[str] = ("fp32", "bf16", "4bit")
+) -> Iterator[Measured]:
+    """Convert the recipe's tiny checkpoint to each precision and verify it."""
+    with tempfile.TemporaryDirectory(prefix="mlxconv-measure-") as name:
+        folder = Path(name)
+        source = tiny_checkpoint(recipe, variant, folder / "source")
+        for q in precisions:
+            report = convert(source, folder / q, q)
+            parity = verify(folder / q, source)
+            part = next(iter(report.components.values()))
+            rows = [row for row in parity.tiers if row.tier == "forward"]
+            problem = "; ".join(_problem(row) for row in parity.tiers if not row.passed)
+            yield _measured(recipe, variant, q, rows, part.quantized, parity.passed, problem)
+
+
+def _problem(row: Row) -> str:
+    return f"{row.tier} {row.name}: rel_l2 {row.rel_l2:.1e} {row.note}".strip()
+
+
+def _measured(
+    recipe: Recipe,
+    variant: str | None,
+    q: str,
+    rows: Sequence[Row],
+    quantized: int,
+    passed: bool,
+    problem: str,
+) -> Measured:
+    own = [row for row in rows if "runtime" not in row.name]
+    runtime = [row.rel_l2 for row in rows if "runtime" in row.name]
+    worst = max(own, key=lambda row: row.rel_l2 / (row.threshold or 1))
+    return Measured(
+        recipe.class_name,
+        variant or "",
+        q,
+        tuple(row.name for row in own),
+        worst.rel_l2,
+        worst.threshold,
+        max(runtime, default=None),
+        quantized,
+        passed,
+        problem,
+    )
+
+
+def write_figures(path: Path, measured: Sequence[Measured], versions: Mapping[str, str]) -> None:
+    """Figures as JSON, rounded to the digits that mean something."""
+    rows = [
+        {k: float(f"{v:.2e}") if isinstance(v, float) else v for k, v in asdict(m).items()}
+        for m in measured
+    ]
+    data = {"versions": dict(versions), "rows": rows}
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Measure every recipe and every tiny variant; write the figures that `models` shows."""
+    from tqdm import tqdm
+
+    from .bundle_files import versions
+    from .recipe import all_recipes
+
+    jobs = [(r, v) for r in all_recipes().values() for v in (None, *r.tiny_variants)]
+    rows = [row for recipe, variant in tqdm(jobs) for row in measure(recipe, variant)]
+    target = Path(__file__).resolve().parent.parent / "recipes" / "parity.json"
+    write_figures(target, rows, versions())
+    failed = [f"{r.class_name} {r.variant} {r.q}: {r.problem}" for r in rows if not r.passed]
+    print("\n".join([f"{len(rows)} rows, {len(failed)} failed", *failed]))
+
+
+if __name__ == "__main__":
+    main()

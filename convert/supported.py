@@ -1,0 +1,83 @@
+"""The classes that have a recipe, and the parity measured for each in this version."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from .recipe import all_recipes
+
+FIGURES = "parity.json"  # beside the recipes; written by `python -m mlxconv.convert.measure`
+
+
+@dataclass(frozen=True)
+class Supported:
+    """One class: its recipe's file, the pipelines that use it, and its measured rows."""
+
+    class_name: str
+    recipe: str
+    pipelines: tuple[str, ...]
+    parity: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class SupportedModels:
+    """All supported classes."""
+
+    models: list[Supported]
+    measured_with: dict[str, str]
+
+    def as_json(self) -> dict[str, Any]:
+        """What `models --json` prints."""
+        return {
+            "measured_with": self.measured_with,
+            "models": [
+                {
+                    "class": m.class_name,
+                    "recipe": m.recipe,
+                    "pipelines": list(m.pipelines),
+                    "parity": m.parity,
+                }
+                for m in self.models
+            ],
+        }
+
+    def as_text(self) -> str:
+        """A table for people: worst figure over the configurations of each class."""
+        with_ = " ".join(f"{k} {v}" for k, v in self.measured_with.items())
+        lines = [f"parity of tiny configurations against diffusers, measured with {with_ or '-'}"]
+        lines.append(
+            f"{'class':<32}{'fp32':>10}{'bf16':>10}{'4bit':>10}{'4bit run':>10}  pipelines"
+        )
+        for m in self.models:
+            cells = [_worst(m.parity, q, "rel_l2") for q in ("fp32", "bf16", "4bit")]
+            cells.append(_worst(m.parity, "4bit", "runtime"))
+            shown = "".join(f"{c:>10.1e}" if c is not None else f"{'-':>10}" for c in cells)
+            lines.append(f"{m.class_name:<32}{shown}  {', '.join(m.pipelines[:3])}")
+        lines.append("'4bit' is the quantization error; '4bit run' the runtime's own error.")
+        return "\n".join(lines)
+
+
+def _worst(rows: Sequence[dict[str, Any]], q: str, key: str) -> float | None:
+    values = [row[key] for row in rows if row["q"] == q and row[key] is not None]
+    return max(values) if values else None
+
+
+def supported_models() -> SupportedModels:
+    """Recipes of this installation with the figures that were measured for them."""
+    figures = files("mlxconv").joinpath("recipes", FIGURES)
+    data = json.loads(figures.read_text(encoding="utf-8")) if figures.is_file() else {}
+    rows: list[dict[str, Any]] = data.get("rows", [])
+    models = [
+        Supported(
+            name,
+            f"recipes/{name}.toml",
+            tuple(recipe.pipelines),
+            [row for row in rows if row["class_name"] == name],
+        )
+        for name, recipe in sorted(all_recipes().items())
+    ]
+    return SupportedModels(models, data.get("versions", {}))

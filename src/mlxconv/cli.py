@@ -1,0 +1,235 @@
+"""The command line: `mlxconv convert | verify | inspect | models | demo`.
+
+Facts go to stdout as JSON with `--json`; people read stderr. Exit 0: success; 1: a clear failure;
+2: usage; 130: interrupted. Everything heavy is imported inside the command that needs it.
+"""
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from . import __version__
+from .runtime.errors import MlxconvError
+
+_INTERRUPTED = 130
+
+
+def say(text: str = "") -> None:
+    """A line for people."""
+    click.echo(text, err=True)
+
+
+def _emit(as_json: bool, data: dict[str, Any], text: str) -> None:
+    if as_json:
+        click.echo(json.dumps(data, indent=2))
+    else:
+        say(text)
+
+
+def _common(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options that every command has."""
+    for option in (
+        click.option("--debug", is_flag=True, help="Show the traceback of a failure."),
+        click.option("-v", "--verbose", is_flag=True, help="Say what is being done."),
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout."),
+    ):
+        command = option(command)
+    return command
+
+
+class _Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
+    name = "WxH"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, int]:
+        """`1024x768` -> (1024, 768)."""
+        if isinstance(value, tuple):
+            return value
+        width, cross, height = str(value).lower().partition("x")
+        if not (cross and width.isdigit() and height.isdigit() and int(width) and int(height)):
+            self.fail(f"{value!r} is not WIDTHxHEIGHT in pixels, such as 1024x768", param, ctx)
+        return int(width), int(height)
+
+
+class _Setting(click.ParamType):  # type: ignore[type-arg]
+    name = "PATTERN=BITS"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, str]:
+        """`blocks.*.attn.**=8` -> (pattern, bits)."""
+        if isinstance(value, tuple):
+            return value
+        pattern, equals, bits = str(value).rpartition("=")
+        if not (equals and pattern and bits):
+            self.fail(f"{value!r} is not PATTERN=BITS, such as blocks.*.attn.**=8", param, ctx)
+        return pattern, bits
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="mlxconv")
+def cli() -> None:
+    """Convert diffusers models, not only their weights, to MLX, and prove parity."""
+
+
+@cli.command()
+@click.argument("source")
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), required=True, help="Bundle to write."
+)
+@click.option("--q", "q", default="bf16", show_default=True, metavar="PRECISION",
+              help="fp32, bf16, fp16, 8bit, 6bit, 5bit, 4bit, 3bit, 2bit, mxfp8, mxfp4, nvfp4, "
+              "or a policy FILE.toml.")  # fmt: skip
+@click.option("--group-size", type=int, help="Weights that share a scale: 32, 64 or 128.")
+@click.option("--component", "components", multiple=True, metavar="NAME",
+              help="Convert only this one (repeat); the rest is copied.")  # fmt: skip
+@click.option("--text-encoder-q", metavar="PRECISION", help="Of text encoders. [default: bf16]")
+@click.option("--vae-q", metavar="PRECISION", help="Of the VAE. [default: bf16]")
+@click.option("--keep", multiple=True, metavar="PATTERN",
+              help="Modules that stay unquantized: an anchored glob (repeat).")  # fmt: skip
+@click.option("--set", "settings", multiple=True, type=_Setting(), help="Bits of some modules.")
+@click.option("--size", "sizes", multiple=True, type=_Size(),
+              help="Image size in pixels, for classes that fix it (repeat).")  # fmt: skip
+@click.option(
+    "--recipe", type=click.Path(path_type=Path, dir_okay=False), help="Recipe to trace by."
+)
+@click.option("--method", default="refit", show_default=True,
+              type=click.Choice(["refit", "rtn", "search", "imatrix", "gptq"]),
+              help="How quantized values are chosen.")  # fmt: skip
+@click.option("--target-size", type=float, metavar="GB",
+              help="The most precise --q whose bundle is at most this large.")  # fmt: skip
+@click.option("--variant", help="Weight files to read, such as fp16.")
+@click.option("--weights-only", is_flag=True, help="Do not trace a program.")
+@click.option("--force", is_flag=True, help="Replace an existing bundle.")
+@click.option("--dry-run", is_flag=True, help="Decide and report, write nothing.")
+@click.option("--verify", "verify_after", is_flag=True, help="Verify against SOURCE afterwards.")
+@_common
+def convert(
+    source: str, out: Path, q: str, settings: tuple[tuple[str, str], ...], as_json: bool,
+    verbose: bool, debug: bool, verify_after: bool, **options: Any,
+) -> None:  # fmt: skip
+    """Convert SOURCE, a diffusers pipeline folder or one component's folder, to an MLX bundle."""
+    _quiet()
+    from .convert.conversion import convert as run
+
+    command = shlex.join(["mlxconv", *sys.argv[1:]])
+    progress = not as_json or verbose
+    report = run(source, out, q, set=settings, progress=progress, command=command, **options)
+    data, text, passed = report.as_json(), report.as_text(), True
+    if verify_after and not options["dry_run"]:
+        from .convert.parity import verify as check
+
+        parity = check(out, source, recipe=options["recipe"])
+        data["verify"], passed = parity.as_json(), parity.passed
+        text += "\n" + parity.as_text()
+    _emit(as_json, data, text)
+    if not passed:
+        raise SystemExit(1)
+
+
+@cli.command()
+@click.argument("bundle")
+@click.option("--against", required=True, metavar="SOURCE", help="The checkpoint it came from.")
+@click.option("--component", "components", multiple=True, metavar="NAME", help="Only this one.")
+@click.option("--tier", default="forward", show_default=True,
+              type=click.Choice(["forward", "block", "trajectory", "image"]))  # fmt: skip
+@click.option("--seed", default=0, show_default=True, help="Of the inputs.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
+              help="Precision of the run. [default: the bundle's]")  # fmt: skip
+@click.option("--threshold", type=float, help="Largest rel_l2 that passes.")
+@click.option("--recipe", type=click.Path(path_type=Path, dir_okay=False), help="Recipe to use.")
+@click.option("--stream", is_flag=True, help="Hold one block in memory at a time, on both sides.")
+@_common
+def verify(
+    bundle: str, against: str, as_json: bool, verbose: bool, debug: bool, **options: Any
+) -> None:
+    """Compare BUNDLE with the checkpoint it was made from; exit 1 if it differs."""
+    _quiet()
+    from .convert.parity import verify as run
+
+    report = run(bundle, against, say=say if verbose else lambda text: None, **options)
+    _emit(as_json, report.as_json(), report.as_text())
+    if not report.passed:
+        raise SystemExit(1)
+
+
+@cli.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--program", "program", metavar="COMPONENT", help="Print its program as pseudo-code.")
+@click.option("--tensors", is_flag=True, help="List every tensor.")
+@_common
+def inspect(
+    path: Path, program: str | None, tensors: bool, as_json: bool, verbose: bool, debug: bool
+) -> None:
+    """What a checkpoint or a bundle holds, read from its files' headers."""
+    from .convert.inspection import inspect as look
+
+    if program is not None:
+        from .runtime.bundle import program_of
+        from .runtime.program import show, to_json
+
+        found = program_of(path, program)
+        click.echo(to_json(found) if as_json else show(found))
+        return
+    report = look(path, tensors=tensors)
+    _emit(as_json, report.as_json(), report.as_text())
+
+
+@cli.command()
+@_common
+def models(as_json: bool, verbose: bool, debug: bool) -> None:
+    """Every supported class, its recipe, and the parity measured for it in this version."""
+    from .convert.supported import supported_models
+
+    table = supported_models()
+    _emit(as_json, table.as_json(), table.as_text())
+
+
+@cli.command()
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Keep the bundles here.")
+@_common
+def demo(out: Path | None, as_json: bool, verbose: bool, debug: bool) -> None:
+    """The main job on a tiny checkpoint, offline: convert at three precisions, verify, run."""
+    _quiet()
+    from .convert.demo import demo as run
+
+    report = run(out, say=say if verbose or not as_json else lambda text: None)
+    _emit(as_json, report.as_json(), report.as_text())
+    if not report.passed:
+        raise SystemExit(1)
+
+
+def _quiet() -> None:
+    """Hub access off and libraries' chatter down: conversion and verification are local."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    os.environ.setdefault("TQDM_DISABLE_TRANSFORMERS", "1")
+    os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
+
+def main() -> None:
+    """Entry point of the `mlxconv` command."""
+    try:
+        cli.main(standalone_mode=False)
+    except MlxconvError as error:
+        if "--debug" in sys.argv:
+            raise
+        say(f"error: {error}")
+        raise SystemExit(1) from None
+    except click.exceptions.NoArgsIsHelpError as error:
+        say(error.format_message())
+        raise SystemExit(2) from None
+    except click.ClickException as error:
+        error.show()
+        raise SystemExit(error.exit_code) from None
+    except (KeyboardInterrupt, click.Abort):
+        say("interrupted; nothing was left half-written")
+        raise SystemExit(_INTERRUPTED) from None
+    except ModuleNotFoundError as error:
+        if "--debug" in sys.argv or error.name not in ("torch", "diffusers", "transformers"):
+            raise
+        say(f"error: {error.name} is not installed; `pip install 'mlxconv[convert]'`")
+        raise SystemExit(1) from None
