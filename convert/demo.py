@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ class DemoReport:
             )
         lines += [
             "rel_l2: one forward against diffusers in fp32. run: the runtime's own error, against",
-            f"its dequantized weights run by diffusers. PSNR: latents after {_STEPS} steps against fp32.",
+            f"its dequantized weights run by diffusers. PSNR: {_STEPS} steps' latents against fp32.",
             f"picture: {self.picture}",
             f"bundles: {self.folder}",
         ]
@@ -102,7 +103,8 @@ def demo(out: Path | None = None, say: Callable[[str], None] = lambda text: None
     recipe = load_recipe("FluxTransformer2DModel")
     tiny_checkpoint(recipe, None, source)
     _make_pipeline(source.parent)
-    rows, latents = [], {}
+    rows: list[DemoRow] = []
+    latents: dict[str, np.ndarray[Any, Any]] = {}
     for q in ("fp32", *PRECISIONS):
         say(f"{q}: converting, verifying, running {_STEPS} steps")
         row, latents[q] = _one(source.parent, folder / q, q, latents.get("fp32"))
@@ -166,7 +168,7 @@ def _denoise(bundle: Path) -> tuple[np.ndarray[Any, Any], float]:
     inputs = {k: mx.array(v.astype(np.float32)) for k, v in fixed.items()}
     x = mx.array(rng.standard_normal((1, tokens, config["in_channels"])).astype(np.float32))
     seconds, sigmas = [], np.linspace(1, 0, _STEPS + 1)
-    for now, after in zip(sigmas, sigmas[1:], strict=False):
+    for now, after in pairwise(sigmas):
         started = time.perf_counter()
         velocity = model(hidden_states=x, timestep=mx.array([float(now)]), **inputs)
         x = x + float(after - now) * velocity.astype(mx.float32)
