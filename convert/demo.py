@@ -84,8 +84,8 @@ class DemoReport:
                 f"  {'verified' if row.passed else 'FAILED'}"
             )
         lines += [
-            "rel_l2: one forward against diffusers in fp32. run: the runtime's own error, against",
-            f"its dequantized weights run by diffusers. PSNR: {_STEPS} steps' latents against fp32.",
+            "rel_l2: a forward against diffusers in fp32. run: its own error against its weights,",
+            f"dequantized, run by diffusers. PSNR: latents of {_STEPS} steps against fp32.",
             f"picture: {self.picture}",
             f"bundles: {self.folder}",
         ]
