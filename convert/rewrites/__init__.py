@@ -11,6 +11,7 @@ from mlxconv.runtime.program import Entry, Parameter
 
 from .cleanup import CLEANUP, LATE
 from .graph import Rules, apply
+from .modulation import expand_before_split
 from .norms import NORMS
 from .projections import fuse_linears
 from .rotary import ROTARY
@@ -26,6 +27,7 @@ def rewrite(entry: Entry, parameters: Mapping[str, Parameter]) -> Entry:
     """The entry with every rewrite applied. Its inputs, outputs and taps mean what they did."""
     entry = lift_sizes(share_sizes(drop_dead(entry)))
     entry = _settle(_STEPS, entry, parameters)
+    entry = expand_before_split(entry)
     entry = _settle((CLEANUP, LATE), entry, parameters)
     return number(fuse_linears(entry, parameters))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from mlxconv.runtime.program import Arg, Node, Ref
 
-from .graph import WIDER, Rewriter, Rules
+from .graph import WIDER, Rewriter, Rules, is_last
 
 # ---- casts --------------------------------------------------------------------------------------
 
@@ -55,10 +55,13 @@ def neutral(rewriter: Rewriter, node: Node) -> Arg:
     a, b = node.args["a"], node.args["b"]
     element = 1 if node.op in ("mul", "div", "floor_div") else 0
     for x, other in ((a, b), (b, a)) if node.op in ("add", "mul") else ((a, b),):
-        same = rewriter.type_of(x) == rewriter.type_of(Ref(node.out[0])) != ""
-        if type(other) in (int, float) and other == element and same and isinstance(x, Ref):
-            if node.op != "floor_div" or rewriter.type_of(x) == "int":
-                return x
+        type_ = rewriter.type_of(x)
+        if type(other) not in (int, float) or other != element or not isinstance(x, Ref):
+            continue
+        if node.op == "floor_div" and type_ != "int":
+            continue
+        if type_ == rewriter.type_of(Ref(node.out[0])) != "":
+            return x
     return None
 
 
@@ -114,6 +117,26 @@ def one_part(rewriter: Rewriter, node: Node) -> Arg:
     return xs[0] if isinstance(xs, tuple) and len(xs) == 1 else None
 
 
+def slice_of_concat(rewriter: Rewriter, node: Node) -> Arg:
+    """The slice that is one of the arrays that were joined."""
+    joined = rewriter.node_of(node.args["x"], "concat")
+    dims = rewriter.dims(node.args["x"])
+    if joined is None or not dims or not dims[-1].isdigit() or node.args["step"] != 1:
+        return None
+    if not all(is_last(one.args["axis"], len(dims)) for one in (joined, node)):
+        return None
+    wanted = slice(node.args["start"], node.args["stop"]).indices(int(dims[-1]))
+    begin = 0
+    for part in joined.args["xs"] if isinstance(joined.args["xs"], tuple) else ():
+        size = (rewriter.dims(part) or ("",))[-1]
+        if not size.isdigit():
+            return None
+        if wanted[:2] == (begin, begin + int(size)):
+            return part
+        begin += int(size)
+    return None
+
+
 def tile_once(rewriter: Rewriter, node: Node) -> Arg:
     """One copy along each axis."""
     repeats, x = node.args["repeats"], node.args["x"]
@@ -147,6 +170,7 @@ CLEANUP: Rules = {
     "broadcast": (same_shape,),
     "transpose": (identity_transpose, transpose_of_transpose),
     "concat": (one_part,),
+    "slice": (slice_of_concat,),
     "tile": (tile_once,),
 }
 # Last: the patterns of the other rewrites tell axes apart by the reshapes between.

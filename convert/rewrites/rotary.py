@@ -1,8 +1,8 @@
 """The forms of rotary embedding that PyTorch code has, as the one op `rotary`.
 
-All of them turn pairs (a, b) of the last axis: even = a cos - b sin, odd = b cos + a sin. They differ
-in which elements are pairs (neighbours, or the two halves) and in how they say it: by a rotated
-copy of x, by complex numbers, by 2x2 matrices, or by both lines written into halves of the result.
+All of them turn pairs (a, b) of the last axis: even = a cos - b sin, odd = b cos + a sin. They
+differ in which elements are pairs (neighbours, or the two halves) and in how they say it: by a
+rotated copy of x, by complex numbers, by 2x2 matrices, or by both lines, put together.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def _parts(rewriter: Rewriter, first: Node, second: Node, a: Arg, b: Arg) -> Pai
         if first.op in ("chunk", "split", "split_every") and is_last(first.args["axis"], rank):
             same = rewriter.dims(a) == rewriter.dims(b)
             return Pair(first.args["x"], a, b, False) if same else None
-    if first.op == second.op == "select" and first.args["x"] == second.args["x"]:
-        if (first.args["index"], second.args["index"]) == (0, 1):
-            if first.args["axis"] == second.args["axis"]:
-                return _unfolded(rewriter, first.args["x"], first.args["axis"], a, b)
-    return None
+    if first.op != "select" or {**first.args, "index": 1} != second.args:
+        return None
+    if second.op != "select" or first.args["index"] != 0:
+        return None
+    return _unfolded(rewriter, first.args["x"], first.args["axis"], a, b)
 
 
 def _name(arg: Arg) -> str:
@@ -109,9 +109,12 @@ def _slices(rewriter: Rewriter, first: Node, second: Node, a: Arg, b: Arg) -> Pa
 
 
 def _range(node: Node, width: int) -> range | None:
-    bounds = [node.args[key] for key in ("start", "stop", "step")]
-    if any(not isinstance(item, int) and item is not None for item in bounds):
-        return None
+    bounds: list[int | None] = []
+    for key in ("start", "stop", "step"):
+        bound = node.args[key]
+        if bound is not None and not isinstance(bound, int):
+            return None
+        bounds.append(bound)
     return range(width)[slice(*bounds)]
 
 
@@ -286,8 +289,7 @@ def _both(rewriter: Rewriter, first: Arg, second: Arg, interleaved: bool) -> Arg
     if not interleaved:
         return rewriter.emit("concat", whole, xs=(first, second), axis=-1)
     stacked = rewriter.emit("stack", make_type(dtype, (*dims, "2")), xs=(first, second), axis=-1)
-    flat = rewriter.emit("reshape", whole, x=stacked, shape=_flat_shape(rewriter, first, dims))
-    return flat
+    return rewriter.emit("reshape", whole, x=stacked, shape=_flat_shape(rewriter, first, dims))
 
 
 def _flat_shape(rewriter: Rewriter, arg: Arg, dims: tuple[str, ...]) -> tuple[Arg, ...]:
@@ -363,9 +365,9 @@ def _column(rewriter: Rewriter, term: Arg) -> tuple[Arg, Arg, int] | None:
         return None
     for x, table in ((picks[0], picks[1]), (picks[1], picks[0])):
         ranks = [len(rewriter.dims(pick.args["x"]) or ()) for pick in (x, table)]
-        if is_last(x.args["axis"], ranks[0]) and is_last(table.args["axis"], ranks[1]):
-            if _as_columns(rewriter, x.args["x"]) is not None:
-                return x.args["x"], table.args["x"], int(str(index))
+        last = is_last(x.args["axis"], ranks[0]) and is_last(table.args["axis"], ranks[1])
+        if last and _as_columns(rewriter, x.args["x"]) is not None:
+            return x.args["x"], table.args["x"], int(str(index))
     return None
 
 
@@ -426,7 +428,23 @@ def _emit(rewriter: Rewriter, node: Node, x: Arg, cos: Arg, sin: Arg, interleave
     return rewriter.cast(made, rewriter.dtype(out))
 
 
+def uncast_input(rewriter: Rewriter, node: Node) -> Arg:
+    """rotary(cast(x)) -> rotary(x): float32 tables widen x inside the product already."""
+    cast = rewriter.node_of(node.args["x"], "cast")
+    if (
+        cast is None
+        or cast.args["dtype"] != "float32"
+        or rewriter.dtype(cast.args["x"]) != "compute"
+    ):
+        return None
+    if any(rewriter.dtype(node.args[key]) != "float32" for key in ("cos", "sin")):
+        return None
+    type = rewriter.type_of(Ref(node.out[0]))
+    return rewriter.emit("rotary", type, **{**node.args, "x": cast.args["x"]})
+
+
 ROTARY: Rules = {
+    "rotary": (uncast_input,),
     "add": (rotated_copy,),
     "concat": (two_lines,),
     "slice_update": (two_updates,),
