@@ -17,6 +17,7 @@ from typing import TypeVar
 from mlxconv.runtime.program import Arg, Block, Body, Entry, Node, Ref, Weight, refs, substitute
 
 from .rewrites.graph import dims_of, make_type
+from .rewrites.sharing import number
 
 SMALLEST = 8  # nodes: a call of fewer is longer to read than the nodes
 _NUMBERED = re.compile(r"[vir]\d+")
@@ -38,7 +39,7 @@ def outline(entries: Sequence[Entry]) -> tuple[list[Entry], dict[str, Block]]:
         done += 1
     library.annotate()
     _name_inputs(outlined, library.blocks)
-    return outlined, library.blocks
+    return [number(entry) for entry in outlined], library.blocks
 
 
 # ---- one member ---------------------------------------------------------------------------------

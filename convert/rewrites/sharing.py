@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import reduce
 
-from mlxconv.runtime.program import Arg, Entry, Node, Ref, refs
+from mlxconv.runtime.program import STAGES, Arg, Entry, Node, Ref, refs
 
 from .graph import dims_of, rename, rename_taps
 
@@ -66,8 +67,7 @@ class _Sizes:
         }
         for text, item, axis in _input_sizes(entry):
             if text not in self._known:
-                name = text if text.isidentifier() and text not in self._taken else ""
-                self._known[text] = self._add("dim", name, x=Ref(item), axis=axis)
+                self._known[text] = self._add("dim", text, x=Ref(item), axis=axis)
 
     def find(self, text: str) -> Arg | None:
         """The size written `text`; None if it does not follow from the inputs."""
@@ -85,16 +85,29 @@ class _Sizes:
         known = self._known.get(text)
         if known is None and isinstance(tree, ast.BinOp) and type(tree.op) in _ARITHMETIC:
             a, b = self._build(tree.left), self._build(tree.right)
-            known = self._known[text] = self._add(_ARITHMETIC[type(tree.op)], "", a=a, b=b)
+            known = self._known[text] = self._add(_ARITHMETIC[type(tree.op)], text, a=a, b=b)
         if known is None:
             raise _UnknownError
         return known
 
-    def _add(self, op: str, name: str, **args: Arg) -> Arg:
-        name = name or f"size_{len(self.nodes)}"
+    def _add(self, op: str, text: str, **args: Arg) -> Arg:
+        name = _size_name(text)
+        if len(name) > _LONGEST or not name.isidentifier() or name in self._taken:
+            name = f"r_size{len(self.nodes)}"
         self._taken.add(name)
         self.nodes.append(Node(op, (name,), args, "", ("int",)))
         return Ref(name)
+
+
+_LONGEST = 30
+_WORDS = {"//": "_over_", "*": "_by_", "+": "_plus_", "-": "_minus_"}
+
+
+def _size_name(text: str) -> str:
+    """`text_tokens + 8` -> `text_tokens_plus_8`."""
+    for sign, word in _WORDS.items():
+        text = text.replace(sign, word)
+    return re.sub(r"[\s()]", "", text)
 
 
 class _UnknownError(Exception):
@@ -102,7 +115,8 @@ class _UnknownError(Exception):
 
 
 def _input_sizes(entry: Entry) -> Iterable[tuple[str, str, int]]:
-    for item in entry.inputs:
+    """(size, input, axis), inputs that are known early first: what reads only sizes stays early."""
+    for item in sorted(entry.inputs, key=lambda item: STAGES.index(item.stage)):
         for axis, text in enumerate(dims_of(item.type) or ()):
             if not text.isdigit():
                 yield text, item.name, axis
@@ -147,7 +161,7 @@ def share_common(entry: Entry) -> Entry:
     nodes: list[Node] = []
     for node in entry.nodes:
         args = {key: rename(value, names) for key, value in node.args.items()}
-        key = f"{node.op} {len(node.out)} {args!r}"
+        key = _key(node, args)
         twin = next((one for one in seen.get(key, ()) if _may_share(one, node, args, owners)), None)
         if twin is None:
             node = replace(node, args=args)
@@ -160,6 +174,14 @@ def share_common(entry: Entry) -> Entry:
         names.update((old, Ref(new)) for old, new in zip(node.out, twin.out, strict=True))
     outputs = tuple(rename(arg, names) for arg in entry.outputs)
     return replace(entry, nodes=nodes, outputs=outputs, taps=rename_taps(entry.taps, names))
+
+
+def _key(node: Node, args: dict[str, Arg]) -> str:
+    """Equal for nodes that compute the same."""
+    given = [f"{name}={value!r}" for name, value in args.items()]
+    if node.types == ("int",) and node.op in ("add", "mul"):
+        given = sorted(repr(value) for value in args.values())
+    return f"{node.op} {len(node.out)} {given}"
 
 
 def common_parent(first: str, second: str) -> str:
@@ -199,14 +221,17 @@ def list_member(path: str, parent: str) -> str:
 # ---- names --------------------------------------------------------------------------------------
 
 
+_MADE_UP = re.compile(r"[vr]\d+|r_size\d+")
+
+
 def number(entry: Entry) -> Entry:
-    """Values named v0, v1, ... in order; sizes that carry a dim's name keep it."""
+    """Values named v0, v1, ... in order; sizes named by what they are keep their names."""
     given = {item.name for item in entry.inputs}
     names: dict[str, Arg] = {}
     count = 0
     for node in entry.nodes:
         for name in node.out:
-            if node.op == "dim" and not name[1:].isdigit():
+            if node.types == ("int",) and not _MADE_UP.fullmatch(name):
                 given.add(name)
                 continue
             while f"v{count}" in given:

@@ -129,9 +129,15 @@ def recipe_for(cls: type, **shapes: tuple[int | str, ...]) -> Recipe:
 class Traced:
     """A small module, lowered, with what is needed to run it in torch and as a program."""
 
-    def __init__(self, cls: type[nn.Module], config: Mapping[str, Any], recipe: Recipe) -> None:
+    def __init__(
+        self,
+        cls: type[nn.Module],
+        config: Mapping[str, Any],
+        recipe: Recipe,
+        program: str | None = None,
+    ) -> None:
         torch.set_num_threads(1)
-        traced = trace(cls, config, recipe)
+        traced = trace(cls, config, recipe, program or "forward")
         lowered = lower(traced)
         self.cls, self.config, self.recipe = cls, dict(config), recipe
         self.entry, self.parameters = lowered.entry, lowered.parameters
