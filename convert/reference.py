@@ -66,7 +66,7 @@ def load_reference(component: Component, dtype: torch.dtype, *, stream: bool = F
     cls: Any = component_class(component)
     options: dict[str, Any] = {"local_files_only": True, "variant": component.variant}
     if component.library == "diffusers":
-        options |= {"low_cpu_mem_usage": False, "torch_dtype": dtype}
+        options |= {"torch_dtype": dtype}
         options["use_safetensors"] = component.files[0].suffix == ".safetensors"
     else:
         options["dtype"] = dtype
