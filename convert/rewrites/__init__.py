@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from mlxconv.runtime.program import Entry, Parameter
 
+from .activations import ACTIVATIONS
 from .cleanup import CLEANUP, LATE
 from .graph import Rules, apply
 from .modulation import expand_before_split
@@ -19,7 +20,7 @@ from .sharing import drop_dead, lift_sizes, number, share_common, share_sizes
 
 __all__ = ["rewrite"]
 
-_STEPS: tuple[Rules, ...] = (CLEANUP, NORMS, ROTARY)
+_STEPS: tuple[Rules, ...] = (CLEANUP, NORMS, ROTARY, ACTIVATIONS)
 _ROUNDS = 20
 
 

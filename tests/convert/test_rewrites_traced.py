@@ -14,8 +14,9 @@ from diffusers.models.transformers.transformer_hidream_image import apply_rope a
 from diffusers.models.transformers.transformer_kandinsky6 import apply_rotary as kandinsky_rope
 from diffusers.models.transformers.transformer_prx import apply_rope as prx_rope
 from torch import Tensor, nn
+from transformers.activations import NewGELUActivation
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
@@ -137,6 +138,14 @@ class WideModulated(nn.Module):
         return normed.type_as(x)
 
 
+class GroupedHeads(nn.Module):
+    """Two heads of keys and values for four of queries (transformers' `repeat_kv`)."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = repeat_kv(k, 2), repeat_kv(v, 2)
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
 class Gate(nn.Module):
     """Siblings over one input; one of them without a bias."""
 
@@ -170,6 +179,22 @@ MODULES: dict[str, tuple[type[nn.Module], dict[str, Any], dict[str, Any], dict[s
     ),
     "Modulated": (Modulated, {}, MODULATED, {"modulated_norm": 1, "cast": 0}),
     "WideModulated": (WideModulated, {}, MODULATED, {"modulated_norm": 1}),
+    "NewGELUActivation": (
+        NewGELUActivation,
+        {},
+        {"input": ("batch", "tokens", WIDTH)},
+        {"gelu": 1, "tanh": 0},
+    ),
+    "GroupedHeads": (
+        GroupedHeads,
+        {},
+        {
+            "q": ("batch", 4, "tokens", WIDTH),
+            "k": ("batch", 2, "tokens", WIDTH),
+            "v": ("batch", 2, "tokens", WIDTH),
+        },
+        {"attention": 1, "broadcast": 0, "reshape": 0},
+    ),
     "Gate": (Gate, {}, LLM, {"linears": 1, "linear": 1}),
 }
 
