@@ -1,0 +1,164 @@
+"""Reproduces figures of docs/PERFORMANCE.md that are too slow for the test suite.
+
+    python tests/bench/figures.py depth CLASS     parity at full depth, narrow width
+    python tests/bench/figures.py trace CLASS     the class at real size, no weights: time, memory, JSON
+    python tests/bench/figures.py make FOLDER D S a FLUX.1-shaped bf16 checkpoint of D + S blocks
+    python tests/bench/figures.py convert FOLDER Q   convert it: CPU seconds beyond tracing, memory
+
+Each prints one JSON object. Nothing is downloaded; weights are seeded noise.
+"""
+
+import json
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+DEEP = {
+    "FluxTransformer2DModel": {"num_layers": 19, "num_single_layers": 38},
+    "QwenImageTransformer2DModel": {"num_layers": 60},
+}
+REAL: dict[str, dict[str, Any]] = {
+    "FluxTransformer2DModel": {"guidance_embeds": True},  # FLUX.1-dev
+    "QwenImageTransformer2DModel": {},
+    "SD3Transformer2DModel": {  # 3.5-large
+        "num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432,
+        "pos_embed_max_size": 192, "qk_norm": "rms_norm", "out_channels": 16,
+    },
+    "ZImageTransformer2DModel": {},
+    "Flux2Transformer2DModel": {},
+    "WanTransformer3DModel": {},
+}  # fmt: skip
+
+
+def peak_bytes() -> int:
+    """Peak resident memory of this process."""
+    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return usage if sys.platform == "darwin" else usage * 1024
+
+
+def depth(class_name: str) -> dict[str, Any]:
+    """fp32 parity of the recipe's tiny width at the real number of blocks."""
+    from mlxconv.convert.measure import measure
+    from mlxconv.convert.recipe import load_recipe
+
+    recipe = load_recipe(class_name)
+    deep = replace(recipe, tiny={**recipe.tiny, **DEEP[class_name]})
+    rows = list(measure(deep, None, ("fp32", "4bit")))
+    return {"class": class_name, **DEEP[class_name]} | {
+        row.q: {"rel_l2": row.rel_l2, "runtime": row.runtime, "passed": row.passed} for row in rows
+    }
+
+
+def trace(class_name: str) -> dict[str, Any]:
+    """Trace, lower, rewrite, outline and write the program of the class at real size."""
+    import diffusers
+
+    from mlxconv.convert.programs import compile_program
+    from mlxconv.convert.recipe import load_recipe
+    from mlxconv.runtime.program import to_json
+
+    base = peak_bytes()
+    started, cpu = time.perf_counter(), time.process_time()
+    cls = getattr(diffusers, class_name)
+    made = compile_program(cls, REAL[class_name], load_recipe(class_name))
+    text = to_json(made.program)
+    parameters = sum(_size(p.shape) for p in made.parameters.values())
+    return {
+        "class": class_name,
+        "parameters": parameters,
+        "seconds": round(time.perf_counter() - started, 1),
+        "cpu_seconds": round(time.process_time() - cpu, 1),
+        "peak_rss_gib": round(peak_bytes() / 2**30, 2),
+        "rss_before_gib": round(base / 2**30, 2),
+        "json_mb": round(len(text) / 1e6, 3),
+        "nodes": made.program.count_nodes(),
+        "blocks": len(made.program.blocks),
+        "entries": len(made.program.entries),
+    }
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    count = 1
+    for n in shape:
+        count *= n
+    return count
+
+
+def make(folder: str, double: str, single: str) -> dict[str, Any]:
+    """A FLUX.1-dev-shaped checkpoint of that many blocks, true width, bf16 noise of std 0.02."""
+    import diffusers
+    import numpy as np
+
+    from mlxconv.convert.tracing import build_module
+    from mlxconv.convert.writer import Output, pass_through, write_weights
+
+    config = {"num_layers": int(double), "num_single_layers": int(single), "guidance_embeds": True}
+    module, _ = build_module(diffusers.FluxTransformer2DModel, config)
+    noise = np.random.default_rng(0).standard_normal(8_000_003).astype(np.float32) * 0.02
+    halves = (noise.view(np.uint32) >> 16).astype(np.uint16)
+
+    def chunks(count: int, offset: int) -> Any:
+        while count:
+            piece = halves[offset : offset + count]
+            yield piece.tobytes()
+            count, offset = count - len(piece), 0
+
+    groups = []
+    for i, (name, value) in enumerate(module.state_dict(keep_vars=True).items()):
+        output = Output(name, tuple(value.shape), "BF16")
+        start = i * 1_234_567 % len(halves)
+        groups.append(pass_through(output, lambda n=value.numel(), s=start: chunks(n, s)))
+    target = Path(folder)
+    target.mkdir(parents=True)
+    write_weights(target, "diffusion_pytorch_model", groups, max_shard_bytes=10_000_000_000)
+    for file in target.glob("*.safetensors"):
+        _call_it_pytorch(file)
+    head = {"_class_name": "FluxTransformer2DModel", "_diffusers_version": diffusers.__version__}
+    (target / "config.json").write_text(json.dumps({**head, **config}))
+    return {"folder": folder, "bytes": sum(f.stat().st_size for f in target.glob("*.safetensors"))}
+
+
+def _call_it_pytorch(file: Path) -> None:
+    """Our writer marks files as MLX's; a source must not be."""
+    with file.open("r+b") as stream:
+        head = stream.read(4096)
+        stream.seek(head.index(b'"mlx"'))
+        stream.write(b'"pt" ')
+
+
+def convert(folder: str, q: str) -> dict[str, Any]:
+    """Convert; the trace is made first, and kept, so that its time stands apart."""
+    from mlxconv.convert.conversion import convert as run
+
+    with tempfile.TemporaryDirectory(dir=Path(folder).parent) as name:
+        out = Path(name) / "out"
+        cpu = time.process_time()
+        run(folder, out, q, dry_run=True)
+        traced = time.process_time() - cpu
+        cpu = time.process_time()
+        report = run(folder, out, q)
+        spent = time.process_time() - cpu
+        part = next(iter(report.components.values()))
+        shutil.rmtree(out)
+    gigabytes = part.bytes_in / 1e9
+    return {
+        "q": q,
+        "source_gb": round(gigabytes, 2),
+        "out_gb": round(part.bytes_out / 1e9, 2),
+        "cpu_s_tracing": round(traced, 1),
+        "cpu_s_converting": round(spent, 1),
+        "cpu_s_per_gb": round(spent / gigabytes, 2),
+        "wall_s": round(report.seconds, 1),
+        "peak_rss_gib": round(peak_bytes() / 2**30, 3),
+    }
+
+
+if __name__ == "__main__":
+    command, *arguments = sys.argv[1:]
+    actions = {"depth": depth, "trace": trace, "make": make, "convert": convert}
+    print(json.dumps(actions[command](*arguments)))
