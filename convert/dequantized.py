@@ -42,5 +42,5 @@ def dequantized_tensors(
     folder: Path, program: Program, config: dict[str, Any]
 ) -> Mapping[str, torch.Tensor]:
     """Every parameter of the program by diffusers' name, float32, in PyTorch's layout."""
-    weights = Weights(folder, program.parameters, (), config, compute=mx.float32, resident=False)
+    weights = Weights(folder, program.parameters, {}, config, compute=mx.float32, resident=False)
     return _Lazy(weights, program)

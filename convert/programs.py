@@ -17,6 +17,8 @@ from .recipe import Recipe, evaluate
 if TYPE_CHECKING:
     import torch
 
+    from .tracing import Traced
+
 Size = tuple[int, int]  # pixels, width and height
 
 
@@ -62,14 +64,14 @@ def _compile(
 
     lowered: list[Lowered] = []
     owned: dict[str, Parameter] = {}
-    constants: dict[str, torch.Tensor] = {}
+    constants: dict[str, tuple[torch.Tensor, bool]] = {}
     for name in recipe.programs_for({**_defaults(cls, config), **config}):
         for dims in fixed_dims(recipe, sizes):
             traced: Traced = trace(cls, config, recipe, name, dims=dims)
             found = lower(traced)
             entry = rewrite(found.entry, found.parameters)
             lowered.append(replace(found, entry=entry))
-            constants.update({k: traced.constants[k] for k in found.constants})
+            constants.update(_constants(traced, found.constants, cls, config))
             owned = {
                 p.name: Parameter(p.shape, p.dtype, "other") for p in traced.parameters.values()
             }
@@ -78,8 +80,11 @@ def _compile(
         raise MlxconvError(f"{recipe.class_name}: its recipe has no program for this config.json")
     entries, blocks = outline([found.entry for found in lowered])
     used = merge_kinds(found.parameters for found in lowered)
-    values = {name: _numpy(value) for name, value in constants.items()}
-    listed = {name: str(value.dtype) for name, value in values.items()}
+    values = {name: _numpy(value) for name, (value, _) in constants.items()}
+    listed = {
+        name: "compute" if follows else str(values[name].dtype)
+        for name, (_, follows) in constants.items()
+    }
     program = Program(recipe.class_name, entries, blocks, used, listed)
     validate(program, recipe.class_name)
     return Compiled(program, values, {**owned, **used})
@@ -89,6 +94,36 @@ def _defaults(cls: type, config: Mapping[str, Any]) -> dict[str, Any]:
     from .tracing import merged_config
 
     return merged_config(cls, config)
+
+
+def _constants(
+    traced: Traced, names: Sequence[str], cls: type, config: Mapping[str, Any]
+) -> dict[str, tuple[torch.Tensor, bool]]:
+    """Values, and whether each follows the precision of the run.
+
+    A table that the class builds in the default dtype was built in the traced precision; its
+    values are taken from the module built in fp32, and rounded when a bf16 bundle is loaded.
+    """
+    import torch
+
+    from .tracing import build_module
+
+    found = {name: (traced.constants[name], False) for name in names}
+    low = [name for name in names if traced.constants[name].dtype == torch.bfloat16]
+    if not low:
+        return found
+    exact, _ = build_module(cls, config, dtype=torch.float32)
+    for name in low:
+        value = _attribute(exact, name)
+        found[name] = (traced.constants[name] if value is None else value, True)
+    return found
+
+
+def _attribute(module: torch.nn.Module, path: str) -> torch.Tensor | None:
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    return value if type(value).__name__ in ("Tensor", "Parameter") else None
 
 
 def fixed_dims(recipe: Recipe, sizes: Sequence[Size]) -> list[dict[str, int]]:

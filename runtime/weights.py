@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,7 @@ class Weights:
         self,
         folder: Path,
         parameters: dict[str, Parameter],
-        constants: Iterable[str],
+        constants: Mapping[str, str],
         config: dict[str, Any],
         *,
         compute: mx.Dtype,
@@ -145,7 +145,7 @@ class Weights:
     ) -> None:
         self.folder = folder
         self.parameters = parameters
-        self.constants = set(constants)
+        self.constants = dict(constants)
         self.compute = compute
         self.resident = resident
         self._files = weight_map(folder)
@@ -188,7 +188,8 @@ class Weights:
 
     def _read(self, name: str) -> Held:
         if name in self.constants:
-            return load_constant(self.folder / CONSTANTS_FILE, name)
+            value = load_constant(self.folder / CONSTANTS_FILE, name)
+            return value.astype(self.compute) if self.constants[name] == "compute" else value
         dtype = self.parameters[name].dtype if name in self.parameters else "compute"
         target = self.compute if dtype == "compute" else dtype_of(_stored(dtype))
         module = name.removesuffix(".weight")
