@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -19,6 +20,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlxconv.runtime.errors import MlxconvError
+
+from .block_io import BlockReader
 
 MAX_HEADER_BYTES = 100_000_000  # the reference reader's own limit
 
@@ -88,19 +91,22 @@ class StoredTensor:
         row_bytes = self.nbytes // max(self.shape[0], 1)
         return self._decode(self._raw((stop - start, *self.shape[1:]), start * row_bytes))
 
-    def chunks(self, size: int = 8 << 20) -> Iterator[bytes]:
-        """The row-major little-endian bytes, at most `size` at a time, for verbatim copies."""
+    def chunks(self, size: int = 8 << 20) -> Iterator[memoryview]:
+        """The row-major little-endian bytes, `size` at a time, for verbatim copies.
+
+        They lie in one reused buffer: a chunk is valid until the next is asked for.
+        """
         if self.strides is not None:
-            data = np.ascontiguousarray(self._strided()).tobytes()
+            data = memoryview(np.ascontiguousarray(self._strided()).reshape(-1).view(np.uint8))
             yield from (data[i : i + size] for i in range(0, len(data), size))
             return
-        with self._open(0) as stream:
-            for begin in range(0, self.nbytes, size):
-                wanted = min(size, self.nbytes - begin)
-                data = stream.read(wanted)
-                if len(data) != wanted:
-                    self._truncated(len(data), wanted)
-                yield data
+        with self._reader(max(1, min(size, self.nbytes))) as reader:
+            left = self.nbytes
+            for piece in reader.pieces(self.offset, self.offset + self.nbytes):
+                if len(piece) < min(size, left):
+                    self._truncated(self.nbytes - left + len(piece), self.nbytes)
+                left -= len(piece)
+                yield piece
 
     def _raw(self, shape: tuple[int, ...], skip: int) -> mx.array:
         """Elements as unsigned integers. The file is read into MLX's own memory: no second copy."""
@@ -133,14 +139,23 @@ class StoredTensor:
         return raw.view(DTYPES[self.dtype][1])
 
     def _open(self, skip: int) -> BinaryIO:
-        try:
+        with self._named_errors():
             stream = self.file.open("rb", buffering=0)
+        stream.seek(self.offset + skip)
+        return stream
+
+    def _reader(self, size: int) -> BlockReader:
+        with self._named_errors():
+            return BlockReader(self.file, size)
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise MlxconvError(
                 f"{self.file}: cannot read {self.name!r} ({error.strerror}); was the file moved?"
             ) from error
-        stream.seek(self.offset + skip)
-        return stream
 
     def _fill(self, stream: BinaryIO, buffer: Any) -> None:
         target = memoryview(buffer).cast("B")
@@ -184,7 +199,8 @@ def read_header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     Raises MlxconvError where the file is no safetensors file, is cut short, or contradicts itself.
     """
     header, start, size = _header_json(file)
-    metadata = header.pop("__metadata__", None) or {}  # MLX writes null for none
+    metadata = header.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata  # MLX writes null for none
     if not isinstance(metadata, dict):
         raise MlxconvError(f"{file}: __metadata__ is no JSON object; download the file again")
     spans = {name: _entry(file, name, entry) for name, entry in header.items()}

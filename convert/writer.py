@@ -22,6 +22,8 @@ import mlx.core as mx
 
 from mlxconv.runtime.errors import MlxconvError
 
+from .block_io import BlockReader, BlockWriter
+
 Chunk = bytes | bytearray | memoryview
 # What is written for one output: an array, or its little-endian bytes in order.
 Part = mx.array | Iterable[Chunk]
@@ -63,8 +65,8 @@ _MLX_CODES = {
     mx.float64: "F64",
     mx.complex64: "C64",
 }
-# Also the piece in which files are written and read back.
-_PIECE = 1 << 24
+# Bytes read back at a time.
+_PIECE = 4 << 20
 
 
 # ----------------------------------------------------------------------------------- what to write
@@ -164,7 +166,8 @@ def write_weights(
         "weight_map": dict(sorted(weight_map.items())),
     }
     with (folder / f"{stem}.safetensors.index.json").open("wb") as file:
-        _write(file, json.dumps(index, indent=2).encode() + b"\n")
+        file.write(json.dumps(index, indent=2).encode() + b"\n")
+        file.flush()
         os.fsync(file.fileno())
     return index
 
@@ -225,16 +228,16 @@ def _write_shard(
     spans = _arrange(shard)
     header = _header(shard, spans)
     checks: dict[str, str] = {}
-    with path.open("xb", buffering=0) as file:
-        _write(file, header)
+    size = len(header) + sum(group.nbytes for group in shard)
+    with BlockWriter(path, size) as file:
+        file.write(memoryview(header))
         for group in shard:
             checks |= _write_group(file, len(header), spans, group, progress)
-        os.fsync(file.fileno())
     return checks
 
 
 def _write_group(
-    file: IO[bytes],
+    file: BlockWriter,
     start: int,
     spans: dict[str, tuple[int, int]],
     group: Group,
@@ -250,14 +253,14 @@ def _write_group(
     return checks
 
 
-def _write_part(file: IO[bytes], output: Output, part: Part) -> str:
+def _write_part(file: BlockWriter, output: Output, part: Part) -> str:
     crc = written = 0
     for chunk in _chunks(output, part):
         written += len(chunk)
         if written > output.nbytes:
             break
         crc = zlib.crc32(chunk, crc)
-        _write(file, chunk)
+        file.write(chunk)
     if written != output.nbytes:
         than = "more" if written > output.nbytes else f"{written}"
         raise MlxconvError(
@@ -283,13 +286,6 @@ def _chunks(output: Output, part: Part) -> Iterator[memoryview]:
             yield view.cast("B")
 
 
-def _write(file: IO[bytes], data: Chunk) -> None:
-    """Write all of it: one call to the system may take only a part."""
-    rest = memoryview(data)
-    while len(rest):
-        rest = rest[file.write(rest[:_PIECE]) :]
-
-
 # ------------------------------------------------------------------------------------- read back
 
 
@@ -310,8 +306,8 @@ def read_back(folder: Path, stem: str, contents: bool = True) -> None:
             with path.open("rb") as file:
                 start, header = _read_header(path, file)
                 total += _check_header(path, start, header, expected)
-                if contents:
-                    _check_contents(path, file, start, header, checks)
+            if contents:
+                _check_contents(path, start, header, checks)
         except OSError as error:
             raise MlxconvError(f"{path}: cannot be read back: {error}") from error
         except (KeyError, TypeError, ValueError) as error:
@@ -368,20 +364,18 @@ def _check_header(path: Path, start: int, header: dict[str, Any], expected: set[
     return data
 
 
-def _check_contents(
-    path: Path, file: IO[bytes], start: int, header: dict[str, Any], checks: dict[str, str]
-) -> None:
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        begin, end = entry["data_offsets"]
-        file.seek(start + begin)
-        crc = 0
-        for at in range(begin, end, _PIECE):
-            crc = zlib.crc32(file.read(min(_PIECE, end - at)), crc)
-        if name in checks and f"{crc:08x}" != checks[name]:
-            raise MlxconvError(
-                f"{path}: tensor {name!r}: its bytes are not those written (CRC-32 {crc:08x}, "
-                f"the index says {checks[name]}): convert or download it again"
-            )
+def _check_contents(path: Path, start: int, header: dict[str, Any], checks: dict[str, str]) -> None:
+    with BlockReader(path, _PIECE) as file:
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            begin, end = entry["data_offsets"]
+            crc = 0
+            for piece in file.pieces(start + begin, start + end):
+                crc = zlib.crc32(piece, crc)
+            if name in checks and f"{crc:08x}" != checks[name]:
+                raise MlxconvError(
+                    f"{path}: tensor {name!r}: its bytes are not those written (CRC-32 {crc:08x}, "
+                    f"the index says {checks[name]}): convert or download it again"
+                )
 
 
 # ----------------------------------------------------------------------------------- the folder

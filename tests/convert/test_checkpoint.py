@@ -291,7 +291,7 @@ def test_pickles_open_without_loading_and_read_bit_for_bit(tmp_path: Path) -> No
         stored = tensors[name]
         expected = tensor.detach().contiguous().view(torch.uint8 if tensor.ndim else tensor.dtype)
         assert stored.shape == tuple(tensor.shape)
-        assert b"".join(stored.chunks(16)) == expected.numpy().tobytes(), name
+        assert b"".join(map(bytes, stored.chunks(16))) == expected.numpy().tobytes(), name
         got = np.array(stored.read().astype(mx.float32))
         np.testing.assert_array_equal(got, tensor.detach().float().numpy())
     rows = np.array(tensors["transposed"].read_rows(1, 3))

@@ -195,7 +195,7 @@ def test_legacy_attention_of_a_vae_matches_as_diffusers_loads_it(tmp_path: Path)
     )
     reloaded = AutoencoderKL.from_pretrained(tmp_path, low_cpu_mem_usage=False).state_dict()
     for name, source in match.found.items():
-        got = b"".join(tensors[source].chunks())
+        got = b"".join(map(bytes, tensors[source].chunks()))
         assert got == reloaded[name].contiguous().numpy().tobytes(), name
 
 
@@ -287,7 +287,7 @@ def test_published_text_encoder_files_match_what_transformers_loads(
     assert match.unused == []
     state = component_class(component).from_pretrained(folder).state_dict()  # type: ignore[attr-defined]
     for name, source in match.found.items():
-        got = b"".join(component.tensors[source].chunks())
+        got = b"".join(map(bytes, component.tensors[source].chunks()))
         assert got == state[name].contiguous().numpy().tobytes(), name
 
 

@@ -316,7 +316,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(writer, "_write", full)
+    monkeypatch.setattr("os.pwrite", full)
     with (
         pytest.raises(MlxconvError, match=r"disk is full: 1,234 bytes needed, [\d,]+ free"),
         atomic_folder(tmp_path / "out", force=False, needed_bytes=1234) as partial,
