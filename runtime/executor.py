@@ -11,7 +11,16 @@ import numpy as np
 from .errors import MlxconvError
 from .ops import OPS, dtype_of
 from .program import Arg, Block, Body, Entry, Input, Node, Program, Ref, Weight, refs, walk
-from .weights import Held, Stack, Weights, arrays_of, on_cpu, rebuild, spec_of
+from .weights import (
+    Held,
+    QuantizedWeight,
+    Stack,
+    Weights,
+    arrays_of,
+    on_cpu,
+    rebuild,
+    spec_of,
+)
 
 COMPILE_MODES = ("off", "block", "program")
 Lookup = Callable[[Any], Any]
@@ -315,30 +324,35 @@ class Executor:
         """One compiled function for all instances of a block whose weights are made alike."""
         keys = list(_weight_keys(self.program, block, ""))
         held = [weight(key) for key in keys]
-        flat = [a for h in held for a in _arrays(h)]
-        arrays = [v for v in inputs if isinstance(v, mx.array)]
-        statics = tuple((i, v) for i, v in enumerate(inputs) if not isinstance(v, mx.array))
-        key = (name, tuple(_make(h) for h in held), repr(statics))
+        dynamic = [v for v in inputs if isinstance(v, (mx.array, QuantizedWeight))]
+        statics = [
+            (i, v) for i, v in enumerate(inputs) if not isinstance(v, (mx.array, QuantizedWeight))
+        ]
+        key = (name, tuple(_make(h) for h in (*dynamic, *held)), repr(statics))
         if key not in self._compiled:
-            function = self._block_function(block, keys, held, inputs, path)
+            shells = [_shell(h) for h in (*dynamic, *held)]
+            function = self._block_function(block, keys, shells, dict(statics), path)
             self._compiled[key] = mx.compile(function)
-        return tuple(self._compiled[key](*arrays, *flat))
+        return tuple(self._compiled[key](*(a for h in (*dynamic, *held) for a in _arrays(h))))
 
     def _block_function(
-        self, block: Block, keys: list[Any], like: list[Any], example: list[Any], path: str
+        self, block: Block, keys: list[Any], shells: list[Any], statics: dict[int, Any], path: str
     ) -> Callable[..., Any]:
-        # Only the make of the example is kept: holding its arrays would keep them in memory.
-        makes = [_shell(h) for h in like]
-        statics = {i: v for i, v in enumerate(example) if not isinstance(v, mx.array)}
-        count = len(example) - len(statics)
+        """The block on arrays alone: its inputs, then its weights, in the order of `shells`.
+
+        Only the make of the weights is kept: holding an example's arrays would keep them in memory.
+        """
 
         def function(*flat: mx.array) -> tuple[Any, ...]:
-            rest, arrays = list(flat[count:]), iter(flat[:count])
-            inputs = [statics[i] if i in statics else next(arrays) for i in range(len(example))]
-            held = {}
-            for key, make in zip(keys, makes, strict=True):
-                held[key], rest = make(rest)
-            values = dict(zip(block.inputs, inputs, strict=True))
+            rest, rebuilt = list(flat), []
+            for shell in shells:
+                item, rest = shell(rest)
+                rebuilt.append(item)
+            count = len(block.inputs) - len(statics)
+            dynamic = iter(rebuilt[:count])
+            names = enumerate(block.inputs)
+            values = {n: statics[i] if i in statics else next(dynamic) for i, n in names}
+            held = dict(zip(keys, rebuilt[count:], strict=True))
             return self._run(block, values, held.__getitem__, path)
 
         return function
