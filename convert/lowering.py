@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program import Arg, Entry, Input, Parameter, Ref, Weight, weights
 
-from .aten.builder import TABLE, Builder, Lowering, find_row, lowers, module_path, target_name
+from .aten.builder import TABLE, Builder, Lowering, lowers, module_path, row_name, target_name
 from .tracing import Traced
 
 __all__ = ["TABLE", "Builder", "Lowered", "Lowering", "lower", "lowers", "supported", "target_name"]
@@ -38,7 +38,7 @@ def unsupported(graph: fx.Graph) -> dict[str, list[str]]:
     for node in graph.nodes:
         if node.op == "call_function" and not _is_ignored(node):
             name = target_name(node.target)
-            if find_row(name) is None:
+            if row_name(name) is None:
                 missing[name].append(module_path(node) or "(root)")
     return dict(missing)
 
@@ -156,10 +156,10 @@ def _lower_node(builder: Builder, node: fx.Node, env: Mapping[str, Arg]) -> Arg:
     builder.current = node
     args = [_read(a, env) for a in node.args]
     kwargs = {k: _read(v, env) for k, v in node.kwargs.items() if k not in _PLACEMENT}
-    row = find_row(target_name(node.target))
-    assert row is not None
+    name = row_name(target_name(node.target))
+    assert name is not None
     try:
-        result = row(builder, *args, **kwargs)
+        result = TABLE[name](builder, *args, **kwargs)
     except MlxconvError:
         raise
     except Exception as error:

@@ -50,9 +50,9 @@ def target_name(target: Any) -> str:
     return f"py.{getattr(target, '__name__', str(target))}"
 
 
-def find_row(name: str) -> Lowering | None:
-    """The row for an overload, or for its op."""
-    return TABLE.get(name) or TABLE.get(name.rsplit(".", 1)[0])
+def row_name(name: str) -> str | None:
+    """The row of the table that serves an overload: its own, or its op's."""
+    return next((n for n in (name, name.rsplit(".", 1)[0]) if n in TABLE), None)
 
 
 @dataclass
@@ -133,9 +133,16 @@ class Builder:
         if isinstance(known, torch.Tensor) and known.dtype == dtype:
             return arg
         out = self.emit("cast", x=arg, dtype=self.dtype_name(dtype))
-        if isinstance(known, torch.Tensor):
-            self.meta[out.name] = known.to(dtype)
-        return out
+        return self.note(out, known.to(dtype)) if isinstance(known, torch.Tensor) else out
+
+    def note(self, ref: Ref, value: Any) -> Ref:
+        """`ref`, remembered to have the shape and dtype of the traced `value`."""
+        self.meta[ref.name] = value
+        return ref
+
+    def cast_tensor(self, arg: Arg, dtype: torch.dtype) -> Arg:
+        """`arg` in `dtype` where it is a tensor; a number stays a number."""
+        return self.cast(arg, dtype) if isinstance(self.value(arg), torch.Tensor) else arg
 
 
 def module_path(node: fx.Node | None) -> str:
@@ -147,32 +154,31 @@ def module_path(node: fx.Node | None) -> str:
     return path.removeprefix("L['self']").lstrip(".")
 
 
-def promoted(b: Builder, *args: Arg) -> list[Arg]:
-    """Arguments with PyTorch's promotion made explicit where MLX's differs.
+def promoted(b: Builder, x: Arg, y: Arg) -> tuple[Arg, Arg]:
+    """Both arguments, with PyTorch's promotion made explicit where MLX's differs.
 
-    PyTorch lets a 0-d tensor keep the dtype of the other operand within its category; MLX does
-    not distinguish it. Integers meeting a wider float kind promote alike in both.
+    A 0-d tensor takes the dtype of the other operand within its category (bf16 plus a 0-d fp32
+    is bf16); MLX does not tell it from other arrays.
     """
-    tensors = [v for a in args if isinstance(v := b.value(a), torch.Tensor)]
-    if len(tensors) < 2 or len({t.dtype for t in tensors}) == 1:
-        return list(args)
-    if all(t.ndim == 0 for t in tensors) or all(t.ndim > 0 for t in tensors):
-        return list(args)
-    target = tensors[0].dtype
-    target = torch.result_type(tensors[0], tensors[1])
-    return [
-        b.cast(a, target) if isinstance(v := b.value(a), torch.Tensor) and v.ndim == 0 else a
-        for a in args
-    ]
+    known = [b.value(a) for a in (x, y)]
+    tensors = [v for v in known if isinstance(v, torch.Tensor)]
+    if len(tensors) < 2 or (tensors[0].ndim == 0) == (tensors[1].ndim == 0):
+        return x, y
+    target = torch.result_type(*tensors)
+    first, second = (b.cast(a, target) if v.ndim == 0 else a for a, v in zip((x, y), known))
+    return first, second
 
 
 def is_bool(b: Builder, arg: Arg) -> bool:
+    """Whether an argument is a boolean tensor."""
     value = b.value(arg)
     return isinstance(value, torch.Tensor) and value.dtype == torch.bool
 
 
-def is_float(value: torch.Tensor) -> bool:
-    return value.is_floating_point() or value.is_complex()
+def is_floating(b: Builder, arg: Arg) -> bool:
+    """Whether an argument is a tensor of real or complex floating point numbers."""
+    value = b.value(arg)
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def shape_of(b: Builder, x: Arg) -> tuple[Arg, ...]:
@@ -185,22 +191,44 @@ def shape_of(b: Builder, x: Arg) -> tuple[Arg, ...]:
 
 
 def size_of(b: Builder, x: Arg, axis: int) -> Arg:
+    """One size of a value: a literal where the trace knows it, else a `dim` node."""
     size = b.value(x).shape[axis]
     return size if isinstance(size, int) else b.emit("dim", x=x, axis=axis)
 
 
-def per_axis(value: Arg, axes: int) -> Arg:
+def per_axis(value: Arg, axes: int) -> tuple[Arg, ...]:
+    """`value` as one setting an axis; a single one serves all."""
     values = value if isinstance(value, tuple) else (value,)
     return values * axes if len(values) == 1 else values
 
 
-def times(b: Builder, size: Arg, factor: int) -> Arg:
-    return size * factor if isinstance(size, int) else b.emit("mul", a=size, b=factor)
+def int_per_axis(value: Arg, axes: int) -> tuple[int, ...]:
+    """`per_axis` of settings that the trace knows as integers."""
+    values = per_axis(value, axes)
+    if not all(isinstance(v, int) for v in values):
+        raise MlxconvError(f"expected integers, found {value!r}")
+    return tuple(v for v in values if isinstance(v, int))
 
 
-def minus(b: Builder, size: Arg, less: int) -> Arg:
-    return size - less if isinstance(size, int) else b.emit("sub", a=size, b=less)
+def plus(b: Builder, size: Arg, more: Arg) -> Arg:
+    """The sum of two sizes."""
+    if isinstance(size, int) and isinstance(more, int):
+        return size + more
+    return b.emit("add", a=size, b=more)
+
+
+def times(b: Builder, size: Arg, factor: Arg) -> Arg:
+    """The product of two sizes."""
+    if isinstance(size, int) and isinstance(factor, int):
+        return size * factor
+    return b.emit("mul", a=size, b=factor)
+
+
+def over(b: Builder, size: Arg, divisor: int) -> Arg:
+    """A size divided by an integer, rounded down."""
+    return size // divisor if isinstance(size, int) else b.emit("floor_div", a=size, b=divisor)
 
 
 def out_dtype(b: Builder) -> str:
+    """The name of the current result's dtype."""
     return b.dtype_name(b.result.dtype)

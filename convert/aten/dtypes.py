@@ -1,36 +1,40 @@
 """Rows: dtypes, copies and complex numbers."""
 
+import torch
+
+from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program import Arg
 
-from .builder import Builder, lowers, shape_of, target_name
+from .builder import TABLE, Builder, Lowering, lowers, shape_of
 
 
-@lowers("to", "_to_copy", "type_as", "copy", "float", "bfloat16", "to.other", "to.dtype")
+@lowers("_to_copy", "type_as")
 def _to(b: Builder, x: Arg, *args: Arg, **kwargs: Arg) -> Arg:
-    name = target_name(b.current.target) if b.current else ""
-    if name == "copy.default":
-        x = b.emit("broadcast", x=args[0], shape=shape_of(b, x))
-        b.meta[x.name] = b.value(args[0])
     return b.cast(x, b.result.dtype)
 
 
+@lowers("copy")
+def _copy(b: Builder, x: Arg, source: Arg) -> Arg:
+    y = b.emit("broadcast", x=source, shape=shape_of(b, x))
+    return b.cast(b.note(y, b.value(source).expand(b.value(x).shape)), b.result.dtype)
+
+
 @lowers(
-    "contiguous", "clone", "detach", "alias", "lift_fresh_copy", "lift_fresh", "dropout",
-    "feature_dropout", "alpha_dropout", "native_dropout", "view_of", "lift", "positive",
+    "contiguous", "clone", "detach", "alias", "lift_fresh_copy", "dropout", "feature_dropout",
+    "alpha_dropout", "positive",
 )  # fmt: skip
 def _same(b: Builder, x: Arg, *args: Arg, **kwargs: Arg) -> Arg:
     return x
 
 
-@lowers("view_as_complex")
-def _view_as_complex(b: Builder, x: Arg) -> Arg:
-    real = b.emit("select", x=x, axis=-1, index=0)
-    return b.emit("complex", real=real, imag=b.emit("select", x=x, axis=-1, index=1))
-
-
-@lowers("view_as_real")
-def _view_as_real(b: Builder, x: Arg) -> Arg:
-    return b.emit("stack", xs=(b.emit("real", x=x), b.emit("imag", x=x)), axis=-1)
+@lowers("view.dtype")
+def _view_dtype(b: Builder, x: Arg, dtype: torch.dtype) -> Arg:
+    have = b.value(x).dtype
+    if torch.int64 in (have, dtype) or b.compute in (have, dtype):
+        raise MlxconvError(f"the bits of {have} cannot be read as {dtype}: a program stores others")
+    if have.itemsize != dtype.itemsize:
+        raise MlxconvError(f"{have} viewed as {dtype} is not supported: their widths differ")
+    return b.emit("view_bits", x=x, dtype=b.dtype_name(dtype))
 
 
 @lowers("complex")
@@ -38,8 +42,55 @@ def _complex(b: Builder, real: Arg, imag: Arg) -> Arg:
     return b.emit("complex", real=real, imag=imag)
 
 
+@lowers("view_as_complex")
+def _view_as_complex(b: Builder, x: Arg) -> Arg:
+    real, imag = (b.emit("select", x=x, axis=-1, index=i) for i in (0, 1))
+    return b.emit("complex", real=real, imag=imag)
+
+
+def _part(op: str) -> Lowering:
+    """Programs hold complex128 as complex64, so a part of it has to be widened again."""
+
+    def row(b: Builder, x: Arg) -> Arg:
+        if not _is_complex(b, x):
+            return x
+        y = b.emit(op, x=x)
+        dtype = b.result.dtype
+        return b.emit("cast", x=y, dtype="float64") if dtype == torch.float64 else y
+
+    return row
+
+
+TABLE["real"], TABLE["imag"] = _part("real"), _part("imag")
+
+
+def _is_complex(b: Builder, x: Arg) -> bool:
+    value = b.value(x)
+    return isinstance(value, torch.Tensor) and value.is_complex()
+
+
+@lowers("view_as_real")
+def _view_as_real(b: Builder, x: Arg) -> Arg:
+    return b.emit("stack", xs=(_part("real")(b, x), _part("imag")(b, x)), axis=-1)
+
+
+@lowers("_conj", "conj_physical", "_conj_physical")
+def _conj(b: Builder, x: Arg) -> Arg:
+    return b.emit("conjugate", x=x) if _is_complex(b, x) else x
+
+
+@lowers("_neg_view")
+def _neg_view(b: Builder, x: Arg) -> Arg:
+    return b.emit("neg", x=x)
+
+
+@lowers("angle")
+def _angle(b: Builder, x: Arg) -> Arg:
+    return b.emit("arctan2", a=b.emit("imag", x=x), b=b.emit("real", x=x))
+
+
 @lowers("polar")
 def _polar(b: Builder, radius: Arg, angle: Arg) -> Arg:
     # float64 angles lose their digits only after the cosine, as in PyTorch's complex128.
-    parts = [b.emit("mul", a=radius, b=b.emit(f, x=angle)) for f in ("cos", "sin")]
-    return b.emit("complex", real=parts[0], imag=parts[1])
+    real, imag = (b.emit("mul", a=radius, b=b.emit(f, x=angle)) for f in ("cos", "sin"))
+    return b.emit("complex", real=real, imag=imag)

@@ -1,9 +1,8 @@
 """Rows: products, attention and convolutions."""
 
-from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program import Arg, Weight
 
-from .builder import Builder, lowers, per_axis
+from .builder import Builder, int_per_axis, lowers, per_axis
 
 
 @lowers("linear")
@@ -24,7 +23,7 @@ def _addmm(b: Builder, c: Arg, x: Arg, y: Arg, *, beta: Arg = 1, alpha: Arg = 1)
     return b.emit("addmm", c=c, a=x, b=y, alpha=alpha, beta=beta)
 
 
-@lowers("outer")
+@lowers("outer", "ger")
 def _outer(b: Builder, x: Arg, y: Arg) -> Arg:
     left = b.emit("expand_dims", x=x, axis=-1)
     return b.emit("mul", a=left, b=b.emit("expand_dims", x=y, axis=0))
@@ -89,42 +88,23 @@ def _conv(
     dilation: Arg = 1,
     groups: Arg = 1,
 ) -> Arg:
-    if isinstance(padding, str):
-        padding = _named_padding(b, weight, padding, dilation)
+    if padding == "same":
+        x, padding = _same_padding(b, x, weight, dilation)
+    elif padding == "valid":
+        padding = 0
     return _convolve(b, x, weight, bias, stride, padding, dilation, groups)
 
 
-def _named_padding(b: Builder, weight: Arg, padding: str, dilation: Arg) -> Arg:
+def _same_padding(b: Builder, x: Arg, weight: Arg, dilation: Arg) -> tuple[Arg, Arg]:
+    """x and what is left to pad: an even kernel needs one more after than before."""
     kernel = b.value(weight).shape[2:]
-    if padding == "valid":
-        return 0
-    reach = [
-        int(d) * (int(k) - 1)  # type: ignore[arg-type]
-        for k, d in zip(kernel, per_axis(dilation, len(kernel)))  # type: ignore[arg-type]
-    ]
+    reach = [int(d) * (int(k) - 1) for k, d in zip(kernel, int_per_axis(dilation, len(kernel)))]
     if any(r % 2 for r in reach):
-        raise MlxconvError(f"padding 'same' with an even kernel {tuple(kernel)} is not supported")
-    return tuple(r // 2 for r in reach)
-
-
-@lowers("convolution")
-def _convolution(
-    b: Builder,
-    x: Arg,
-    weight: Arg,
-    bias: Arg,
-    stride: Arg,
-    padding: Arg,
-    dilation: Arg,
-    transposed: bool,
-    output_padding: Arg,
-    groups: Arg,
-) -> Arg:
-    if transposed:
-        return _conv_transpose(
-            b, x, weight, bias, stride, padding, output_padding, groups, dilation
-        )
-    return _convolve(b, x, weight, bias, stride, padding, dilation, groups)
+        plain = [(0, 0)] * (b.rank(x) - len(reach))
+        widths = (*plain, *((0, r % 2) for r in reach))
+        padded = b.emit("pad", x=x, widths=widths, mode="constant", value=0)
+        x = b.note(padded, b.value(x))
+    return x, tuple(r // 2 for r in reach)
 
 
 @lowers("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -140,11 +120,13 @@ def _conv_transpose(
     dilation: Arg = 1,
 ) -> Arg:
     axes = b.rank(weight) - 2
-    if groups != 1:
-        raise MlxconvError("grouped transposed convolution is not supported")
+    batched = b.rank(x) == axes + 2
+    if not batched:
+        x = b.emit("expand_dims", x=x, axis=0)
     if not (isinstance(weight, Weight) and b.kinds.get(weight.name) == "conv_transpose"):
         weight = b.emit("transpose", x=weight, axes=(1, *range(2, axes + 2), 0))
     settings = [per_axis(v, axes) for v in (stride, padding, output_padding, dilation)]
-    return b.emit("conv_transpose", x=x, weight=weight, bias=bias, stride=settings[0],
-                  padding=settings[1], output_padding=settings[2], groups=groups,
-                  dilation=settings[3])  # fmt: skip
+    y = b.emit("conv_transpose", x=x, weight=weight, bias=bias, stride=settings[0],
+               padding=settings[1], output_padding=settings[2], groups=groups,
+               dilation=settings[3])  # fmt: skip
+    return y if batched else b.emit("squeeze", x=y, axes=(0,))

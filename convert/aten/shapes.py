@@ -1,26 +1,21 @@
-"""Rows: views, joining, repeating, padding and rearranging."""
+"""Rows: views, joining, repeating and padding."""
 
 from collections.abc import Sequence
 
-import torch
+from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.program import Arg, Ref
 
-from mlxconv.runtime.program import Arg
+from .builder import TABLE, Builder, Lowering, lowers, per_axis, shape_of, size_of
 
-from .builder import Builder, lowers, minus, per_axis, shape_of, size_of, target_name, times
-
-
-@lowers("reshape", "view", "_unsafe_view", "view_copy", "_reshape_copy")
-def _reshape(b: Builder, x: Arg, shape: Arg) -> Arg:
-    if isinstance(b.result, torch.Tensor) and not isinstance(shape, tuple):
-        return b.cast(x, b.result.dtype)  # view.dtype between equal sizes
-    return b.emit("reshape", x=x, shape=shape)
+# ---- views --------------------------------------------------------------------------------------
 
 
-@lowers("reshape_as", "view_as", "expand_as")
-def _like(b: Builder, x: Arg, other: Arg) -> Arg:
-    name = target_name(b.current.target) if b.current else ""
-    op = "broadcast" if name.startswith("expand") else "reshape"
-    return b.emit(op, x=x, shape=shape_of(b, other))
+@lowers("reshape", "view", "_unsafe_view")
+def _reshape(b: Builder, x: Arg, shape: Sequence[Arg]) -> Arg:
+    """A -1 is written out where the trace knows the size: MLX cannot infer it for no elements."""
+    result = b.result.shape
+    sizes = tuple(r if n == -1 and isinstance(r, int) else n for n, r in zip(shape, result))
+    return b.emit("reshape", x=x, shape=sizes)
 
 
 @lowers("flatten")
@@ -28,91 +23,136 @@ def _flatten(b: Builder, x: Arg, start: int = 0, end: int = -1) -> Arg:
     rank = b.rank(x)
     if rank == 0:
         return b.emit("reshape", x=x, shape=(1,))
-    start, end = start % rank, end % rank
-    if start == end:
-        return x
     shape = shape_of(b, x)
-    return b.emit("reshape", x=x, shape=(*shape[:start], -1, *shape[end + 1 :]))
+    return b.emit("reshape", x=x, shape=(*shape[: start % rank], -1, *shape[end % rank + 1 :]))
 
 
 @lowers("unflatten")
-def _unflatten(b: Builder, x: Arg, dim: int, sizes: Arg) -> Arg:
-    dim %= b.rank(x)
-    shape = shape_of(b, x)
-    return b.emit("reshape", x=x, shape=(*shape[:dim], *sizes, *shape[dim + 1 :]))  # type: ignore[misc]
+def _unflatten(b: Builder, x: Arg, dim: int, sizes: Sequence[Arg]) -> Arg:
+    shape, dim = shape_of(b, x), dim % b.rank(x)
+    return b.emit("reshape", x=x, shape=(*shape[:dim], *sizes, *shape[dim + 1 :]))
 
 
-@lowers("expand", "broadcast_to", "expand_copy")
+@lowers("expand", "broadcast_to")
 def _expand(b: Builder, x: Arg, shape: Arg, *, implicit: bool = False) -> Arg:
     return b.emit("broadcast", x=x, shape=shape)
 
 
-@lowers("permute", "permute_copy")
+@lowers("broadcast_tensors")
+def _broadcast_tensors(b: Builder, xs: Sequence[Arg]) -> Arg:
+    rank = max(b.rank(x) for x in xs)
+    shape: list[Arg] = [1] * rank
+    for x in xs:
+        for i, size in enumerate(b.value(x).shape, rank - b.rank(x)):
+            if not (isinstance(size, int) and size == 1):
+                shape[i] = size_of(b, x, i - rank + b.rank(x))
+    return tuple(b.emit("broadcast", x=x, shape=tuple(shape)) for x in xs)
+
+
+@lowers("permute")
 def _permute(b: Builder, x: Arg, axes: Arg) -> Arg:
     return b.emit("transpose", x=x, axes=axes)
 
 
-@lowers("transpose", "swapaxes", "swapdims")
+@lowers("transpose")
 def _transpose(b: Builder, x: Arg, first: int, second: int) -> Arg:
-    rank = b.rank(x)
-    if rank < 2:
+    axes = list(range(b.rank(x)))
+    if not axes:
         return x
-    axes = list(range(rank))
     axes[first], axes[second] = axes[second], axes[first]
     return b.emit("transpose", x=x, axes=tuple(axes))
 
 
-@lowers("t", "numpy_T", "mT")
+@lowers("t")
 def _t(b: Builder, x: Arg) -> Arg:
-    return x if b.rank(x) < 2 else _transpose(b, x, -2, -1)
+    return x if b.rank(x) < 2 else _transpose(b, x, 0, 1)
 
 
-@lowers("movedim", "moveaxis")
-def _movedim(b: Builder, x: Arg, source: Arg, target: Arg) -> Arg:
-    rank = b.rank(x)
-    sources = source if isinstance(source, tuple) else (source,)
-    targets = target if isinstance(target, tuple) else (target,)
-    moved = {int(t) % rank: int(s) % rank for s, t in zip(sources, targets)}  # type: ignore[arg-type]
-    rest = iter(a for a in range(rank) if a not in moved.values())
-    axes = tuple(moved[i] if i in moved else next(rest) for i in range(rank))
-    return b.emit("transpose", x=x, axes=axes)
-
-
-@lowers("unsqueeze", "unsqueeze_copy")
+@lowers("unsqueeze")
 def _unsqueeze(b: Builder, x: Arg, dim: int) -> Arg:
     return b.emit("expand_dims", x=x, axis=dim)
 
 
-@lowers("squeeze", "squeeze_copy")
+@lowers("squeeze")
 def _squeeze(b: Builder, x: Arg, dim: Arg = None) -> Arg:
     """What the trace squeezed, by axis: a symbolic axis that happens to be 1 is kept."""
-    value = b.value(x)
-    rank = value.ndim
-    asked = range(rank) if dim is None else (dim if isinstance(dim, tuple) else (dim,))
-    axes = tuple(int(a) % rank for a in asked if rank)  # type: ignore[arg-type]
-    ones = tuple(a for a in axes if isinstance(n := value.shape[a], int) and n == 1)
+    sizes = b.value(x).shape
+    asked = range(len(sizes)) if dim is None else dim if isinstance(dim, tuple) else (dim,)
+    axes = sorted({int(a) % len(sizes) for a in asked if isinstance(a, int) and sizes})
+    ones = tuple(a for a in axes if isinstance(n := sizes[a], int) and n == 1)
     return b.emit("squeeze", x=x, axes=ones) if ones else x
 
 
+@lowers("diagonal")
+def _diagonal(b: Builder, x: Arg, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Arg:
+    return b.emit("diagonal", x=x, offset=offset, axis1=dim1, axis2=dim2)
+
+
+# ---- joining ------------------------------------------------------------------------------------
+
+
+def _joined(b: Builder, xs: Sequence[Arg], axis: int) -> Ref:
+    parts = tuple(b.cast(x, b.result.dtype) for x in xs)
+    return b.emit("concat", xs=parts, axis=axis)
+
+
 @lowers("cat", "concat", "concatenate")
-def _cat(b: Builder, xs: Arg, dim: int = 0) -> Arg:
-    parts = [b.cast(x, b.result.dtype) for x in xs]  # type: ignore[union-attr]
-    return b.emit("concat", xs=tuple(parts), axis=dim)
+def _cat(b: Builder, xs: Sequence[Arg], dim: int = 0) -> Arg:
+    return _joined(b, xs, dim)
 
 
 @lowers("stack")
-def _stack(b: Builder, xs: Arg, dim: int = 0) -> Arg:
-    return b.emit("stack", xs=xs, axis=dim)
+def _stack(b: Builder, xs: Sequence[Arg], dim: int = 0) -> Arg:
+    parts = tuple(b.cast(x, b.result.dtype) for x in xs)
+    return b.emit("stack", xs=parts, axis=dim)
 
 
-@lowers("hstack", "vstack")
-def _hv_stack(b: Builder, xs: Sequence[Arg]) -> Arg:
-    name = target_name(b.current.target) if b.current else ""
-    flat = b.rank(xs[0]) < 2
-    if name.startswith("vstack"):
-        rows = [b.emit("reshape", x=x, shape=(1, -1)) if flat else x for x in xs]
-        return b.emit("concat", xs=tuple(rows), axis=0)
-    return b.emit("concat", xs=tuple(xs), axis=0 if flat else 1)
+@lowers("hstack")
+def _hstack(b: Builder, xs: Sequence[Arg]) -> Arg:
+    return _joined(b, [_at_least(b, x, 1) for x in xs], 0 if b.rank(xs[0]) < 2 else 1)
+
+
+@lowers("vstack")
+def _vstack(b: Builder, xs: Sequence[Arg]) -> Arg:
+    return _joined(b, [_at_least(b, x, 2) for x in xs], 0)
+
+
+@lowers("dstack")
+def _dstack(b: Builder, xs: Sequence[Arg]) -> Arg:
+    return _joined(b, [_at_least(b, x, 3) for x in xs], 2)
+
+
+def _at_least(b: Builder, x: Arg, rank: int) -> Arg:
+    """x with as many axes as PyTorch's `atleast_1d`, `_2d`, `_3d` give it."""
+    value = b.value(x)
+    if value.ndim == 0:
+        shape: tuple[Arg, ...] = (1,) * rank
+    elif value.ndim == 1 and rank > 1:
+        shape = (1, -1, 1)[:rank]
+    elif value.ndim == 2 and rank > 2:
+        shape = (*shape_of(b, x), 1)
+    else:
+        return x
+    return b.note(b.emit("reshape", x=x, shape=shape), value)
+
+
+@lowers("pad_sequence")
+def _pad_sequence(
+    b: Builder, xs: Sequence[Arg], batch_first: bool = False, value: float = 0.0,
+    side: str = "right",
+) -> Arg:  # fmt: skip
+    sizes = [b.value(x).shape[0] for x in xs]
+    if not all(isinstance(n, int) for n in sizes):
+        raise MlxconvError("pad_sequence of sequences of free length is not supported")
+    rows = []
+    for x, n in zip(xs, sizes):
+        short = max(sizes) - n
+        widths = ((0, short) if side == "right" else (short, 0), *[(0, 0)] * (b.rank(x) - 1))
+        rows.append(b.emit("pad", x=x, widths=widths, mode="constant", value=value))
+    return b.emit("stack", xs=tuple(rows), axis=0 if batch_first else 1)
+
+
+# ---- repeating and reordering -------------------------------------------------------------------
 
 
 @lowers("repeat", "tile")
@@ -127,84 +167,90 @@ def _repeat_interleave(
     return b.emit("repeat", x=x, repeats=repeats, axis=dim)
 
 
+@lowers("repeat_interleave.self_Tensor")
+def _repeat_each(
+    b: Builder, x: Arg, counts: Arg, dim: Arg = None, *, output_size: Arg = None
+) -> Arg:
+    return b.emit("repeat_each", x=x, counts=counts, axis=dim)
+
+
 @lowers("flip")
 def _flip(b: Builder, x: Arg, dims: Arg) -> Arg:
     return b.emit("flip", x=x, axes=dims)
 
 
+def _flip_of(axis: int) -> Lowering:
+    def row(b: Builder, x: Arg) -> Arg:
+        return b.emit("flip", x=x, axes=(axis,))
+
+    return row
+
+
+TABLE["flipud"], TABLE["fliplr"] = _flip_of(0), _flip_of(1)
+
+
+@lowers("rot90")
+def _rot90(b: Builder, x: Arg, k: int = 1, dims: tuple[int, int] = (0, 1)) -> Arg:
+    first, second = dims
+    if k % 4 == 0:
+        return x
+    if k % 4 == 2:
+        return b.emit("flip", x=x, axes=dims)
+    flipped = b.emit("flip", x=x, axes=(second if k % 4 == 1 else first,))
+    return _transpose(b, b.note(flipped, b.value(x)), first, second)
+
+
 @lowers("roll")
 def _roll(b: Builder, x: Arg, shifts: Arg, dims: Arg = ()) -> Arg:
-    return b.emit("roll", x=x, shifts=per_axis(shifts, 1), axes=per_axis(dims, 1))
+    return b.emit("roll", x=x, shifts=per_axis(shifts, 1), axes=per_axis(dims, 1) if dims else ())
 
 
-@lowers("pad", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "replication_pad1d",
-        "replication_pad2d", "replication_pad3d")  # fmt: skip
-def _pad(b: Builder, x: Arg, widths: Arg, mode: Arg = None, value: Arg = None) -> Arg:
-    name = target_name(b.current.target) if b.current else ""
-    if name.startswith("constant_pad"):
+@lowers("pad", "constant_pad_nd")
+def _pad(
+    b: Builder, x: Arg, widths: Sequence[Arg], mode: Arg = "constant", value: Arg = None
+) -> Arg:
+    """`F.pad` names its pairs from the last axis backwards."""
+    if not isinstance(mode, str):  # constant_pad_nd(x, widths, value)
         mode, value = "constant", mode
-    elif not name.startswith("pad."):
-        mode = "reflect" if name.startswith("reflection") else "replicate"
-    pairs = [(0, 0)] * b.rank(x)
-    for i in range(len(widths) // 2):  # type: ignore[arg-type]
-        pairs[-1 - i] = (widths[2 * i], widths[2 * i + 1])  # type: ignore[index]
-    return b.emit("pad", x=x, widths=tuple(pairs), mode=mode or "constant", value=value or 0)
+    pairs: list[Arg] = [(0, 0)] * b.rank(x)
+    for i in range(len(widths) // 2):
+        pairs[-1 - i] = (widths[2 * i], widths[2 * i + 1])
+    return b.emit("pad", x=x, widths=tuple(pairs), mode=mode, value=value or 0)
 
 
 @lowers("meshgrid")
 def _meshgrid(b: Builder, xs: Sequence[Arg], *, indexing: str = "ij") -> Arg:
-    count = len(xs)
-    order = list(range(count))
-    if indexing == "xy" and count > 1:
+    order = list(range(len(xs)))
+    if indexing == "xy" and len(xs) > 1:
         order[0], order[1] = 1, 0
-    flat = [x if b.rank(x) else b.emit("reshape", x=x, shape=(1,)) for x in xs]
-    sizes: list[Arg] = [1] * count
-    for x, axis in zip(flat, order):
-        sizes[axis] = shape_of(b, x)[0] if b.rank(x) else 1
+    sizes: list[Arg] = [1] * len(xs)
+    for x, axis in zip(xs, order):
+        sizes[axis] = size_of(b, x, 0) if b.rank(x) else 1
     grids = []
-    for x, axis in zip(flat, order):
-        shape = tuple(-1 if i == axis else 1 for i in range(count))
-        column = b.emit("reshape", x=x, shape=shape)
-        grids.append(b.emit("broadcast", x=column, shape=tuple(sizes)))
+    for x, axis in zip(xs, order):
+        column = tuple(-1 if i == axis else 1 for i in range(len(xs)))
+        line = b.emit("reshape", x=x, shape=column)
+        grids.append(b.emit("broadcast", x=line, shape=tuple(sizes)))
     return tuple(grids)
 
 
-@lowers("pixel_shuffle")
-def _pixel_shuffle(b: Builder, x: Arg, factor: int) -> Arg:
-    *lead, channels, height, width = shape_of(b, x)
-    n, r = len(lead), factor
-    y = b.emit("reshape", x=x, shape=(*lead, channels // (r * r), r, r, height, width))  # type: ignore[operator]
-    y = b.emit("transpose", x=y, axes=(*range(n), n, n + 3, n + 1, n + 4, n + 2))
-    shape = (*lead, channels // (r * r), times(b, height, r), times(b, width, r))  # type: ignore[operator]
-    return b.emit("reshape", x=y, shape=shape)
+def _triangle(op: str) -> Lowering:
+    def row(b: Builder, x: Arg, diagonal: int = 0) -> Arg:
+        return b.emit(op, x=x, k=diagonal)
+
+    return row
 
 
-@lowers("pixel_unshuffle")
-def _pixel_unshuffle(b: Builder, x: Arg, factor: int) -> Arg:
-    *lead, channels, height, width = shape_of(b, x)
-    n, r = len(lead), factor
-    small = [b.emit("floor_div", a=size, b=r) for size in (height, width)]
-    y = b.emit("reshape", x=x, shape=(*lead, channels, small[0], r, small[1], r))
-    y = b.emit("transpose", x=y, axes=(*range(n), n, n + 2, n + 4, n + 1, n + 3))
-    return b.emit("reshape", x=y, shape=(*lead, channels * r * r, small[0], small[1]))  # type: ignore[operator]
+TABLE["triu"], TABLE["tril"] = _triangle("triu"), _triangle("tril")
 
 
 @lowers("diff")
-def _diff(b: Builder, x: Arg, n: int = 1, dim: int = -1, *args: Arg) -> Arg:
+def _diff(
+    b: Builder, x: Arg, n: int = 1, dim: int = -1, prepend: Arg = None, append: Arg = None
+) -> Arg:
+    ends = tuple(e for e in (prepend, x, append) if e is not None)
+    y = x if len(ends) == 1 else b.emit("concat", xs=ends, axis=dim)
     for _ in range(n):
-        after = b.emit("slice", x=x, axis=dim, start=1, stop=None, step=1)
-        x = b.emit("sub", a=after, b=b.emit("slice", x=x, axis=dim, start=0, stop=-1, step=1))
-    return x
-
-
-@lowers("unfold")
-def _unfold(b: Builder, x: Arg, dim: int, size: int, step: int) -> Arg:
-    rank = b.rank(x)
-    dim %= rank
-    count = size_of(b, x, dim)
-    starts = b.emit("arange", start=0, stop=minus(b, count, size - 1), step=step, dtype="int32")
-    offsets = b.emit("arange", start=0, stop=size, step=1, dtype="int32")
-    column = b.emit("expand_dims", x=starts, axis=-1)
-    windows = b.emit("take", x=x, index=b.emit("add", a=column, b=offsets), axis=dim)
-    axes = [a for a in range(rank + 1) if a != dim + 1]
-    return b.emit("transpose", x=windows, axes=(*axes, dim + 1))
+        after = b.emit("slice", x=y, axis=dim, start=1, stop=None, step=1)
+        y = b.emit("sub", a=after, b=b.emit("slice", x=y, axis=dim, start=0, stop=-1, step=1))
+    return y

@@ -10,8 +10,10 @@ from .registry import Number, Value, dtype_of, from_numpy, ints, op
 
 @op
 def full(shape: Sequence[int], value: Value, dtype: str) -> mx.array:
-    """An array of one value."""
-    return mx.full(ints(shape), value, dtype=dtype_of(dtype))
+    """An array of one value, or of the values of an array that broadcasts."""
+    target = dtype_of(dtype)
+    one = value.astype(target) if isinstance(value, mx.array) else mx.array(value, target)
+    return mx.broadcast_to(one, ints(shape))
 
 
 @op

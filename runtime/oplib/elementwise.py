@@ -61,7 +61,7 @@ def in_fp32(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
     return apply
 
 
-for _name in """exp expm1 log log10 log1p log2 sin cos tan arcsin arccos arctan sinh cosh tanh
+for _name in """expm1 log log10 log1p log2 tan arcsin arccos arctan sinh cosh tanh
     arcsinh arccosh arctanh sqrt rsqrt square abs floor ceil sign sigmoid erf logical_not isnan
     isinf isfinite reciprocal real imag conjugate""".split():
     OPS[_name] = _unary(getattr(mx, _name))
@@ -97,6 +97,38 @@ for _name, _function in {
     OPS[_name] = _with_numbers(_function)
 
 
+@op
+@in_fp32
+def exp(x: mx.array) -> mx.array:
+    """e ** x. By expm1, as MLX's exp is off by 5e-7: half a radian thousandth at timestep 1000."""
+    if x.dtype == mx.float64:
+        return math.e**x
+    if x.dtype == mx.complex64:
+        return mx.exp(x)
+    grown = 1 + mx.expm1(mx.abs(x))
+    return mx.where(x < 0, 1 / grown, grown)
+
+
+def _of_angle(function: Callable[[mx.array], mx.array], quarter: float) -> Callable[..., mx.array]:
+    """sin or cos. MLX's are off by 2e-4 at 5000 in float64 (7e-8 in fp32): reduce the angle."""
+
+    def apply(x: mx.array) -> mx.array:
+        if x.dtype != mx.float64:
+            return function(x)
+        turn = 2 * math.pi
+        angle = x - mx.round(x / turn) * turn
+        high = angle.astype(mx.float32)
+        low = (angle - high.astype(mx.float64)).astype(mx.float32)
+        slope = mx.sin(high + quarter)
+        return (function(high) + low * slope).astype(mx.float64)
+
+    return apply
+
+
+OPS["sin"] = _of_angle(mx.sin, math.pi / 2)
+OPS["cos"] = _of_angle(mx.cos, math.pi)
+
+
 def _is_integer(a: Value) -> bool:
     if isinstance(a, mx.array):
         return bool(mx.issubdtype(a.dtype, mx.integer))
@@ -122,7 +154,7 @@ def _exactly(function: Callable[[mx.array, mx.array], mx.array]) -> Callable[...
 def floor_div(a: Value, b: Value) -> Value:
     """Division rounded down (PyTorch's `rounding_mode="floor"`, Python's `//`)."""
     if not _is_array(a, b):
-        return a // b  # type: ignore[no-any-return, operator]
+        return a // b
     return _floor_quotient(a, b)  # type: ignore[no-any-return]
 
 
@@ -150,7 +182,7 @@ def _trunc_quotient(a: mx.array, b: mx.array) -> mx.array:
 def mod(a: Value, b: Value) -> Value:
     """Remainder with the sign of the divisor, as Python's `%`."""
     if not _is_array(a, b):
-        return a % b  # type: ignore[no-any-return, operator]
+        return a % b
     return _exactly(mx.remainder)(a, b)  # type: ignore[no-any-return]
 
 
@@ -201,13 +233,13 @@ def round_(x: mx.array, decimals: int = 0) -> mx.array:
 @op
 def maximum(a: Value, b: Value) -> Value:
     """The larger, elementwise; NaN wins."""
-    return mx.maximum(a, b) if _is_array(a, b) else max(a, b)  # type: ignore[type-var]
+    return mx.maximum(a, b) if _is_array(a, b) else max(a, b)
 
 
 @op
 def minimum(a: Value, b: Value) -> Value:
     """The smaller, elementwise; NaN wins."""
-    return mx.minimum(a, b) if _is_array(a, b) else min(a, b)  # type: ignore[type-var]
+    return mx.minimum(a, b) if _is_array(a, b) else min(a, b)
 
 
 @op

@@ -82,7 +82,7 @@ def item_of(xs: Sequence[Any], index: int) -> Any:
 
 @op
 def take(x: mx.array, index: mx.array, axis: int) -> mx.array:
-    """Slices of x along an axis by a 1-D index."""
+    """Slices of x along an axis; the axes of `index` take its place."""
     return mx.take(x, index, axis=axis)
 
 
@@ -95,10 +95,14 @@ def take_along(x: mx.array, index: mx.array, axis: int) -> mx.array:
     return mx.take_along_axis(x, index, axis=axis)
 
 
+def _everywhere(indices: Sequence[mx.array | None]) -> tuple[mx.array | slice, ...]:
+    return tuple(slice(None) if i is None else i for i in indices)
+
+
 @op
 def index(x: mx.array, indices: Sequence[mx.array | None]) -> mx.array:
     """Advanced indexing; None keeps an axis."""
-    return x[tuple(slice(None) if i is None else i for i in indices)]
+    return x[_everywhere(indices)]
 
 
 @op
@@ -106,7 +110,25 @@ def index_put(
     x: mx.array, indices: Sequence[mx.array | None], values: mx.array, accumulate: bool = False
 ) -> mx.array:
     """x with x[indices] replaced by, or increased by, values."""
-    where = tuple(slice(None) if i is None else i for i in indices)
+    return _put(x, _everywhere(indices), values, accumulate)
+
+
+@op
+def put_along(
+    x: mx.array, index: mx.array, values: mx.array, axis: int, accumulate: bool = False
+) -> mx.array:
+    """PyTorch's `scatter`: index has x's rank and may be smaller; values as large or larger."""
+    grid: list[mx.array] = []
+    for i, size in enumerate(index.shape):
+        line = mx.arange(size).reshape([-1 if a == i else 1 for a in range(index.ndim)])
+        grid.append(mx.broadcast_to(line, index.shape))
+    grid[axis] = index
+    if values.ndim:
+        values = values[tuple(slice(0, size) for size in index.shape)]
+    return _put(x, tuple(grid), values, accumulate)
+
+
+def _put(x: mx.array, where: Any, values: mx.array, accumulate: bool) -> mx.array:
     if accumulate:
         return x.at[where].add(values)
     y = mx.array(x)

@@ -39,13 +39,15 @@ def group_norm(
     bias: mx.array | None = None,
     eps: float = 1e-5,
 ) -> mx.array:
-    """GroupNorm of x (batch, channels, ...): statistics over each group, in fp32."""
+    """GroupNorm of x (batch, channels, ...): all in fp32, rounded once."""
     flat = x.reshape(x.shape[0], groups, -1).astype(mx.float32)
-    y = mx.fast.layer_norm(flat, None, None, eps).astype(x.dtype).reshape(x.shape)
+    y = mx.fast.layer_norm(flat, None, None, eps).reshape(x.shape)
     per_channel = (x.shape[1],) + (1,) * (x.ndim - 2)
     if weight is not None:
         y = y * weight.reshape(per_channel)
-    return y if bias is None else y + bias.reshape(per_channel)
+    if bias is not None:
+        y = y + bias.reshape(per_channel)
+    return y.astype(x.dtype)
 
 
 @op

@@ -66,28 +66,54 @@ def attention(
 ) -> mx.array:
     """softmax(q k^T scale + mask) v; q (..., heads, tokens, width), k and v may have fewer heads.
 
-    `mask` is boolean (True: attend) or added. Leading axes before heads are flattened to one.
+    `mask` is boolean (True: attend) or added; a query that may attend to nothing gives zeros.
+    `causal` lets query i attend to keys 0 to i. Leading axes before heads are flattened to one.
     """
-    lead, width = q.shape[:-3], q.shape[-1]
-    if q.ndim == 3:
-        q, k, v = q[None], k[None], v[None]
-    elif q.ndim > 4:
-        q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
-        if mask is not None and mask.ndim > 4:
-            mask = mx.broadcast_to(mask, (*lead, *mask.shape[-3:])).reshape(-1, *mask.shape[-3:])
+    shape = (*q.shape[:-1], v.shape[-1])
+    if causal and q.shape[-2] != k.shape[-2]:
+        # MLX's own causal mask is aligned to the last key, PyTorch's to the first.
+        mask = mx.tri(q.shape[-2], k.shape[-2], dtype=mx.float32) > 0
+        causal = False
+    if mask is not None:
+        mask = _batched_mask(mask, q)
+    q, k, v = (_batched(x) for x in (q, k, v))
     if mx.default_device().type == mx.DeviceType.cpu:
         # Over strided views MLX's CPU product is ten times slower.
         q, k, v = mx.contiguous(q), mx.contiguous(k), mx.contiguous(v)
-    if mask is not None and mask.dtype != mx.bool_:
-        mask = mask.astype(q.dtype)
     out = mx.fast.scaled_dot_product_attention(
-        q, k, v, scale=width**-0.5 if scale is None else scale, mask="causal" if causal else mask
+        q,
+        k,
+        v,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        mask="causal" if causal else mask,
     )
-    return out.reshape(*lead, *out.shape[-3:])
+    if mask is not None and mask.dtype == mx.bool_:
+        out = mx.where(mx.any(mask, axis=-1, keepdims=True), out, mx.array(0, out.dtype))
+    return out.reshape(shape)
+
+
+def _batched(x: mx.array) -> mx.array:
+    """(..., heads, tokens, width) as (batch, heads, tokens, width)."""
+    heads = x.shape[-3] if x.ndim > 2 else 1
+    return x if x.ndim == 4 else x.reshape(-1, heads, *x.shape[-2:])
+
+
+def _batched_mask(mask: mx.array, q: mx.array) -> mx.array:
+    """A mask that broadcasts over q's leading axes as one over its flattened ones."""
+    if q.ndim > 4 and mask.ndim > 3:
+        mask = mx.broadcast_to(mask, (*q.shape[:-3], *mask.shape[-3:]))
+        mask = mask.reshape(-1, *mask.shape[-3:])
+    return mask if mask.dtype == mx.bool_ else mask.astype(q.dtype)
 
 
 def _to_channels_last(x: mx.array) -> mx.array:
     return x.transpose(0, *range(2, x.ndim), 1)
+
+
+def _to_channels_first(x: mx.array, bias: mx.array | None) -> mx.array:
+    if bias is not None:
+        x = x + bias
+    return x.transpose(0, x.ndim - 1, *range(1, x.ndim - 1))
 
 
 @op
@@ -104,17 +130,14 @@ def conv(
 
     The weight is stored channels-last; x and the result (batch, out, *size) are channels-first.
     """
-    y = mx.conv_general(
-        _to_channels_last(x),
-        weight,
-        stride=stride,
-        padding=padding,
-        kernel_dilation=dilation,
-        groups=groups,
-    )
-    if bias is not None:
-        y = y + bias
-    return y.transpose(0, y.ndim - 1, *range(1, y.ndim - 1))
+    settings: dict[str, Any] = {"stride": stride, "padding": padding, "kernel_dilation": dilation}
+    last = _to_channels_last(x)
+    if groups > 1 and weight.ndim == 5:  # MLX has groups over one and two axes only
+        pairs = zip(mx.split(last, groups, axis=-1), mx.split(weight, groups, axis=0))
+        y = mx.concatenate([mx.conv_general(a, b, **settings) for a, b in pairs], axis=-1)
+    else:
+        y = mx.conv_general(last, weight, groups=groups, **settings)
+    return _to_channels_first(y, bias)
 
 
 @op
@@ -128,12 +151,11 @@ def conv_transpose(
     groups: int = 1,
     dilation: Sequence[int] = (1,),
 ) -> mx.array:
-    """Transposed convolution; weight (out, *kernel, in/groups), x (batch, in, *size)."""
-    function = (mx.conv_transpose1d, mx.conv_transpose2d, mx.conv_transpose3d)[x.ndim - 3]
-    settings = [stride, padding, dilation, output_padding]
+    """Transposed convolution; weight (out/groups, *kernel, in), x (batch, in, *size)."""
+    function: Any = (mx.conv_transpose1d, mx.conv_transpose2d, mx.conv_transpose3d)[x.ndim - 3]
+    settings: list[Any] = [tuple(v) for v in (stride, padding, dilation, output_padding)]
     if x.ndim == 3:
-        settings = [value[0] for value in settings]  # type: ignore[misc]
-    y = function(_to_channels_last(x), weight, *settings, groups)
-    if bias is not None:
-        y = y + bias
-    return y.transpose(0, y.ndim - 1, *range(1, y.ndim - 1))
+        settings = [value[0] for value in settings]
+    pairs = zip(mx.split(_to_channels_last(x), groups, axis=-1), mx.split(weight, groups, axis=-1))
+    parts = [function(a, b, *settings) for a, b in pairs]
+    return _to_channels_first(mx.concatenate(parts, axis=-1) if groups > 1 else parts[0], bias)

@@ -36,6 +36,12 @@ def broadcast(x: mx.array, shape: Sequence[int]) -> mx.array:
 
 
 @op
+def diagonal(x: mx.array, offset: int = 0, axis1: int = 0, axis2: int = 1) -> mx.array:
+    """The diagonal of two axes, as the last axis."""
+    return mx.diagonal(x, offset, axis1, axis2)
+
+
+@op
 def expand_dims(x: mx.array, axis: int) -> mx.array:
     """A new axis of size 1."""
     return mx.expand_dims(x, axis)
@@ -76,6 +82,15 @@ def repeat(x: mx.array, repeats: int, axis: int | None = None) -> mx.array:
 
 
 @op
+def repeat_each(x: mx.array, counts: mx.array, axis: int | None = None) -> mx.array:
+    """Element i repeated counts[i] times. The counts must not depend on a compiled input."""
+    if axis is None:
+        x, axis = x.reshape(-1), 0
+    times = np.broadcast_to(np.array(counts), (x.shape[axis],))
+    return mx.take(x, mx.array(np.repeat(np.arange(len(times)), times)), axis=axis)
+
+
+@op
 def flip(x: mx.array, axes: Sequence[int]) -> mx.array:
     """Reversed along axes."""
     reversed_axes = {a % x.ndim for a in ints(axes)}
@@ -84,8 +99,12 @@ def flip(x: mx.array, axes: Sequence[int]) -> mx.array:
 
 @op
 def roll(x: mx.array, shifts: Sequence[int], axes: Sequence[int]) -> mx.array:
-    """Elements moved around along axes."""
-    return mx.roll(x, ints(shifts), ints(axes)) if axes else mx.roll(x, ints(shifts))
+    """Elements moved around along axes, or through the flattened array."""
+    if not axes:
+        return mx.roll(x.reshape(-1), ints(shifts)[0]).reshape(x.shape)
+    for shift, axis in zip(ints(shifts), ints(axes), strict=True):
+        x = mx.roll(x, shift, axis)
+    return x
 
 
 @op
