@@ -1,7 +1,7 @@
 """Reproduces figures of docs/PERFORMANCE.md that are too slow for the test suite.
 
     python tests/bench/figures.py depth CLASS     parity at full depth, narrow width
-    python tests/bench/figures.py trace CLASS     the class at real size, no weights: time, memory, JSON
+    python tests/bench/figures.py trace CLASS     real size, no weights: time, memory, JSON
     python tests/bench/figures.py make FOLDER D S a FLUX.1-shaped bf16 checkpoint of D + S blocks
     python tests/bench/figures.py convert FOLDER Q   convert it: CPU seconds beyond tracing, memory
 
@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def make(folder: str, double: str, single: str) -> dict[str, Any]:
     for i, (name, value) in enumerate(module.state_dict(keep_vars=True).items()):
         output = Output(name, tuple(value.shape), "BF16")
         start = i * 1_234_567 % len(halves)
-        groups.append(pass_through(output, lambda n=value.numel(), s=start: chunks(n, s)))
+        groups.append(pass_through(output, partial(chunks, value.numel(), start)))
     target = Path(folder)
     target.mkdir(parents=True)
     write_weights(target, "diffusion_pytorch_model", groups, max_shard_bytes=10_000_000_000)
