@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program import Arg, Ref
 
 from .builder import TABLE, Builder, Lowering, lowers, per_axis, shape_of, size_of
@@ -141,12 +140,13 @@ def _pad_sequence(
     b: Builder, xs: Sequence[Arg], batch_first: bool = False, value: float = 0.0,
     side: str = "right",
 ) -> Arg:  # fmt: skip
-    sizes = [b.value(x).shape[0] for x in xs]
-    if not all(isinstance(n, int) for n in sizes):
-        raise MlxconvError("pad_sequence of sequences of free length is not supported")
+    sizes = [size_of(b, x, 0) for x in xs]
+    longest = sizes[0]
+    for size in sizes[1:]:
+        longest = b.emit("maximum", a=longest, b=size)
     rows = []
-    for x, n in zip(xs, sizes):
-        short = max(sizes) - n
+    for x, size in zip(xs, sizes):
+        short: Arg = 0 if len(sizes) == 1 else b.emit("sub", a=longest, b=size)
         widths = ((0, short) if side == "right" else (short, 0), *[(0, 0)] * (b.rank(x) - 1))
         rows.append(b.emit("pad", x=x, widths=widths, mode="constant", value=value))
     return b.emit("stack", xs=tuple(rows), axis=0 if batch_first else 1)
