@@ -27,32 +27,35 @@ _CLIPS = (np.float32(0.95), np.float32(0.87), np.float32(0.8))
 
 def quantize_affine(
     pieces: Iterable[Array],
-    out: tuple[Array, Array, Array],
+    scales: Array,
+    biases: Array,
     *,
     bits: int,
     group: int,
     dtype: str,
     method: str,
-) -> None:
-    """Quantize a weight (rows, width) into `out`, in place.
+) -> Iterator[Array]:
+    """Quantize a weight (rows, width): gives its codes as they are made, fills the rest in place.
 
     pieces: the weight row-major, cut anywhere between groups; bfloat16 as its uint16 bits.
-    out: codes uint32 (rows, width * bits / 32), scales and biases (rows, width / group) as their
-    bits in `dtype` (uint16 for the 16-bit ones, float32 for float32).
+    scales, biases: one a group, in order, as their bits in `dtype` (uint16 for the 16-bit ones,
+    float32 for float32). Gives codes uint32 (groups, group * bits / 32), in one reused buffer:
+    they are valid until the next are asked for.
     """
-    codes = out[0].reshape(-1, group * bits // 32)
-    scales, biases = out[1].reshape(-1), out[2].reshape(-1)
     rounding, work, done = _ROUNDINGS[dtype], _Workspace(group), 0
+    words = np.empty((_block_groups(group), group * bits // 32), np.uint32)
     with np.errstate(all="ignore"):
         for source in _blocks(pieces, group):
             work.load(source)
-            if method == "rtn" and _dtype_name(source) != dtype:
+            exact = _dtype_name(source) == dtype
+            if method == "rtn" and not exact:
                 work.weight[...] = rounding.nearest(work.weight)
-            fit = _fit(work, bits, rounding, method)
+            fit = _fit(work, bits, rounding, method, exact)
             block = slice(done, done + len(source))
-            codes[block] = _pack(_integers(work, fit), bits)
-            scales[block], biases[block] = (rounding.encode(part) for part in fit)
+            scales[block], biases[block] = (rounding.bits(part) for part in fit)
+            np.copyto(words[: len(source)], _pack(_integers(work, fit), bits))
             done = block.stop
+            yield words[: len(source)]
 
 
 def _dtype_name(weight: Array) -> str:
@@ -79,12 +82,13 @@ def _block_groups(group: int) -> int:
 class _Rounding:
     """float32 values as a storage dtype holds them.
 
-    nearest: ties to even. away: the next value away from zero, unless exact. encode: the bits.
+    nearest: ties to even. away: the next value away from zero, unless exact. bits: of values that
+    are rounded already.
     """
 
     nearest: Callable[[Floats], Floats]
     away: Callable[[Floats], Floats]
-    encode: Callable[[Floats], Array]
+    bits: Callable[[Floats], Array]
 
 
 def _bfloat_nearest(values: Floats) -> Floats:
@@ -99,7 +103,7 @@ def _bfloat_away(values: Floats) -> Floats:
 
 
 def _bfloat_bits(values: Floats) -> Array:
-    return (_bfloat_nearest(values).view(np.uint32) >> 16).astype(np.uint16)
+    return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
 
 
 def _half_nearest(values: Floats) -> Floats:
@@ -165,35 +169,45 @@ class _Workspace:
         np.rint(self.scaled, out=self.codes)
         np.clip(self.codes, 0, 2**bits - 1, out=self.codes)
 
-    def encode_again(self, fit: "_Fit", stale: NDArray[np.bool_], bits: int) -> None:
-        """Replace the codes of the groups that are stale."""
-        columns = np.flatnonzero(stale)
+    def try_columns(self, columns: Array, fit: "_Fit", other: "_Fit", bits: int) -> "_Fit":
+        """Encode some groups with another fit, and keep it where that is better."""
         if not len(columns):
-            return
-        scaled = self.weight[:, columns]
-        scaled -= fit[1][columns]
-        scaled /= fit[0][columns]
-        np.rint(scaled, out=scaled)
-        self.codes[:, columns] = np.clip(scaled, 0, 2**bits - 1, out=scaled)
+            return fit
+        weight, codes = self.weight[:, columns], self.codes[:, columns]
+        scale, bias = other[0][columns], other[1][columns]
+        tried = np.clip(np.rint((weight - bias) / scale), 0, 2**bits - 1)
+        error = _squares(weight - bias - tried * scale)
+        better = error < _squares(weight - fit[1][columns] - codes * fit[0][columns])
+        chosen = columns[better]
+        self.codes[:, chosen] = tried[:, better]
+        use = np.zeros(len(fit[0]), np.bool_)
+        use[chosen] = True
+        return np.where(use, other[0], fit[0]), np.where(use, other[1], fit[1])
 
     def error(self, fit: "_Fit") -> Floats:
         """Squared error (groups,) of the codes; `scaled` becomes the residual, in codes."""
         np.subtract(self.scaled, self.codes, out=self.scaled)
-        squares: Floats = np.einsum("ij,ij->j", self.scaled, self.scaled)
-        return squares * fit[0] * fit[0]
+        return _squares(self.scaled) * fit[0] * fit[0]
+
+
+def _squares(values: Floats) -> Floats:
+    squares: Floats = np.einsum("ij,ij->j", values, values)
+    return squares
 
 
 # Scale and bias of each group, (groups,) both.
 _Fit = tuple[Floats, Floats]
 
 
-def _edges(work: _Workspace, bits: int, rounding: _Rounding) -> _Fit:
-    """MLX's scale and bias, not rounded yet (`quantize` in mlx/backend/cpu/quantized.cpp, 0.32).
+def _edges(work: _Workspace, bits: int, rounding: _Rounding, exact: bool) -> _Fit:
+    """MLX's scale, not rounded yet, and bias (`quantize` in mlx/backend/cpu/quantized.cpp, 0.32).
 
-    The bias is the group's edge of larger magnitude, and the scale makes zero a code.
+    The bias is the group's edge of larger magnitude, and the scale makes zero a code. exact: the
+    weight is stored as it is, so its edges need no rounding.
     """
-    low = rounding.nearest(work.weight.min(axis=0))
-    high = rounding.nearest(work.weight.max(axis=0))
+    low, high = work.weight.min(axis=0), work.weight.max(axis=0)
+    if not exact:
+        low, high = rounding.nearest(low), rounding.nearest(high)
     below = np.abs(low) > np.abs(high)
     scale = np.maximum((high - low) / np.float32(2**bits - 1), _EPSILON)
     scale = np.where(below, scale, -scale)
@@ -202,60 +216,119 @@ def _edges(work: _Workspace, bits: int, rounding: _Rounding) -> _Fit:
     return np.where(zero != 0, edge / zero, scale), np.where(zero != 0, edge, np.float32(0))
 
 
-def _fit(work: _Workspace, bits: int, rounding: _Rounding, method: str) -> _Fit:
-    """Choose scale and bias, leaving their codes in the workspace; as stored, but for "rtn"."""
-    fit = best = _edges(work, bits, rounding)
+def _fit(work: _Workspace, bits: int, rounding: _Rounding, method: str, exact: bool) -> _Fit:
+    """Choose scale and bias, as they are stored, leaving their codes in the workspace."""
+    edges = _edges(work, bits, rounding, exact)
     if method == "rtn":
-        work.encode(fit, bits)
-        return fit
+        work.encode(edges, bits)
+        return rounding.nearest(edges[0]), edges[1]
+    if method == "search":
+        return _search(work, edges, bits, rounding)
+    return _widen(work, edges, bits, rounding) if bits == 8 else _refit(work, edges, bits, rounding)
+
+
+def _refit(work: _Workspace, edges: _Fit, bits: int, rounding: _Rounding) -> _Fit:
+    """What `mx.quantize` stores, or least squares from there: what is better, group by group.
+
+    Where least squares are better with the same codes, encoding again can only help: these groups
+    need no second look. The others, a tenth at 4 bit, are compared by their errors.
+    """
+    scale, bias = start = rounding.nearest(edges[0]), edges[1]
+    work.encode(start, bits)
+    np.subtract(work.scaled, work.codes, out=work.scaled)
+    sums = _Sums.of(work)
+    fitted = sums.least_squares(start, rounding)
+    better = (sums.change(start, fitted) < 0) & (fitted[0] != 0)
+    best = np.where(better, fitted[0], scale), np.where(better, fitted[1], bias)
+    work.encode(best, bits)
+    return work.try_columns(np.flatnonzero(~better), best, fitted, bits)
+
+
+def _widen(work: _Workspace, edges: _Fit, bits: int, rounding: _Rounding) -> _Fit:
+    """The scale rounded to nearest or away from zero: what is better, group by group.
+
+    At 8 bit what hurts is the rounding of the scale, not its value: rounded away from zero it never
+    clips the far edge.
+    """
+    scale, bias = start = rounding.nearest(edges[0]), edges[1]
+    work.encode(start, bits)
+    wider = rounding.away(edges[0])
+    return work.try_columns(np.flatnonzero(wider != scale), start, (wider, bias), bits)
+
+
+def _search(work: _Workspace, edges: _Fit, bits: int, rounding: _Rounding) -> _Fit:
+    """The best of many fits, by their squared error."""
+    fit = best = edges
     least = np.full_like(fit[0], np.inf)
-    for fit in _candidates(work, best, bits, rounding, method):
+    for fit in _candidates(work, edges, bits, rounding):
         work.encode(fit, bits)
         error = work.error(fit)
         better = error < least
         best = np.where(better, fit[0], best[0]), np.where(better, fit[1], best[1])
         least = np.where(better, error, least)
-    work.encode_again(best, (fit[0] != best[0]) | (fit[1] != best[1]), bits)
-    return best
+    work.encode(best, bits)
+    return rounding.nearest(best[0]), best[1]
 
 
-def _candidates(
-    work: _Workspace, edges: _Fit, bits: int, rounding: _Rounding, method: str
-) -> Iterator[_Fit]:
+def _candidates(work: _Workspace, edges: _Fit, bits: int, rounding: _Rounding) -> Iterator[_Fit]:
     """Fits to try. Each is encoded before the next is asked for: least squares start from it.
 
-    The first is what `mx.quantize` stores, so no group ends worse. At 8 bit what hurts is the
-    rounding of the scale, not its value: rounded away from zero it never clips the far edge. Below
-    that the value counts, and least squares find a better one.
+    The first is what `mx.quantize` stores, so no group ends worse.
     """
     scale, bias = edges
-    thorough = method == "search"
-    starts = [((rounding.nearest(scale), bias), 3 if thorough else int(bits < 8))]
-    if bits == 8 or thorough:
-        starts.append(((rounding.away(scale), bias), 0))
-    if thorough and bits < 8:
+    starts = [((rounding.nearest(scale), bias), 3), ((rounding.away(scale), bias), 0)]
+    if bits < 8:
         starts += [((rounding.nearest(scale * c), rounding.nearest(bias * c)), 2) for c in _CLIPS]
     for fit, refits in starts:
         yield fit
         for _ in range(refits):
-            fit = _least_squares(work, fit, rounding)
+            fit = _Sums.of(work).least_squares(fit, rounding)
             yield fit
 
 
-def _least_squares(work: _Workspace, fit: _Fit, rounding: _Rounding) -> _Fit:
-    """Scale and bias fitted to the codes, rounded: residual = shift + tilt * code.
+@dataclass(frozen=True)
+class _Sums:
+    """Sums (groups,) over each group's codes and residuals (in codes), and their products."""
 
-    Regressing the residual instead of the weight keeps float32 sums accurate.
-    """
-    scale, bias = fit
-    count = np.float32(len(work.codes))
-    mean = work.codes.sum(axis=0) / count
-    shift = work.scaled.sum(axis=0) / count
-    spread = np.einsum("ij,ij->j", work.codes, work.codes) - count * mean * mean
-    tilt = (np.einsum("ij,ij->j", work.codes, work.scaled) - count * mean * shift) / spread
-    fitted = rounding.nearest(scale * (1 + tilt))
-    # With the scale as it was rounded, the line still has to pass through the means.
-    return fitted, rounding.nearest(bias + scale * (mean + shift) - fitted * mean)
+    count: np.float32
+    codes: Floats
+    residuals: Floats
+    squares: Floats
+    products: Floats
+
+    @staticmethod
+    def of(work: _Workspace) -> "_Sums":
+        """From a workspace whose `scaled` is the residual."""
+        return _Sums(
+            np.float32(len(work.codes)),
+            work.codes.sum(axis=0),
+            work.scaled.sum(axis=0),
+            np.einsum("ij,ij->j", work.codes, work.codes),
+            np.einsum("ij,ij->j", work.codes, work.scaled),
+        )
+
+    def least_squares(self, fit: _Fit, rounding: _Rounding) -> _Fit:
+        """Scale and bias fitted to the codes, rounded: residual = shift + tilt * code.
+
+        Regressing the residual instead of the weight keeps float32 sums accurate.
+        """
+        scale, bias = fit
+        mean, shift = self.codes / self.count, self.residuals / self.count
+        spread = self.squares - self.codes * mean
+        tilt = (self.products - self.codes * shift) / spread
+        fitted = rounding.nearest(scale * (1 + tilt))
+        # With the scale as it was rounded, the line still has to pass through the means.
+        return fitted, rounding.nearest(bias + scale * (mean + shift) - fitted * mean)
+
+    def change(self, fit: _Fit, other: _Fit) -> Floats:
+        """What the squared error gains, in squared codes, when `other` replaces the fit.
+
+        The residual becomes residual + tilt * code + shift.
+        """
+        tilt, shift = (fit[0] - other[0]) / fit[0], (fit[1] - other[1]) / fit[0]
+        by_tilt = tilt * (tilt * self.squares + 2 * (self.products + shift * self.codes))
+        gain: Floats = by_tilt + shift * (shift * self.count + 2 * self.residuals)
+        return gain
 
 
 def _integers(work: _Workspace, fit: _Fit) -> NDArray[np.uint32]:

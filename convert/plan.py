@@ -195,9 +195,7 @@ def _quantized(
     def produce() -> Iterable[Part]:
         if stored.dtype in _NOT_FINITE:
             chunks = _checked(stored, count)
-            made = quantize_stream(stored.shape, stored.dtype, chunks, precision, method)
-        else:
-            made = quantize(_read(stored, count), precision, method)
-        return made.tensors().values()
+            return quantize_stream(stored.shape, stored.dtype, chunks, precision, method)
+        return quantize(_read(stored, count), precision, method).tensors().values()
 
     return Group(outputs, produce, stored.size)

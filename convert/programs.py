@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,7 @@ def _compile(
     from .lowering import Lowered, lower
     from .outline import outline
     from .rewrites import rewrite
-    from .tracing import Traced, trace
+    from .tracing import trace
 
     lowered: list[Lowered] = []
     owned: dict[str, Parameter] = {}
@@ -127,16 +128,22 @@ def _attribute(module: torch.nn.Module, path: str) -> torch.Tensor | None:
 
 
 def fixed_dims(recipe: Recipe, sizes: Sequence[Size]) -> list[dict[str, int]]:
-    """The fixed dims of each pixel size; one empty choice where nothing depends on it."""
-    if not recipe.sizes or not sizes:
-        return [{}]
-    return [
-        {
-            dim: int(evaluate(expression, {"W": width, "H": height}))
-            for dim, expression in recipe.sizes.items()
-        }
-        for width, height in sizes
-    ]
+    """Every choice of fixed dims to trace: the recipe's values, times the pixel sizes asked for.
+
+    One empty choice where nothing is fixed to several values.
+    """
+    pixels: list[dict[str, int]] = [{}]
+    if recipe.sizes and sizes:
+        pixels = [
+            {
+                dim: int(evaluate(expression, {"W": width, "H": height}))
+                for dim, expression in recipe.sizes.items()
+            }
+            for width, height in sizes
+        ]
+    listed = [d for d in recipe.dims.values() if d.values and d.name not in pixels[0]]
+    choices = product(*([(d.name, value) for value in d.values] for d in listed))
+    return [{**dict(choice), **size} for choice in choices for size in pixels]
 
 
 def merge_kinds(tables: Iterable[Mapping[str, Parameter]]) -> dict[str, Parameter]:

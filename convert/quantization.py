@@ -362,9 +362,16 @@ def quantize(weight: mx.array, precision: Precision, method: str = "refit") -> Q
     A group with NaN or infinity gets a scale of NaN or infinity: it stays visible.
     """
     _check_quantizable(weight.shape, precision, method)
+    parts = [_zeros(*spec) for spec in layout(weight.shape, precision).values()]
+    codes, *fits = (_view(part) for part in parts)
+    codes, done = codes.reshape(-1, _words(precision)), 0
+    for block in _blocks([_view(weight)], [fit.reshape(-1) for fit in fits], precision, method):
+        codes[done : done + len(block)] = block
+        done += len(block)
     if precision.mode != "affine":
-        return _quantize_mx(weight, precision)
-    return _quantize_affine([_view(weight)], tuple(weight.shape), precision, method)
+        return Quantized(parts[0], parts[1], None, precision)
+    scales, biases = (part.view(getattr(mx, precision.dtype)) for part in parts[1:])
+    return Quantized(parts[0], scales, biases, precision)
 
 
 def quantize_stream(
@@ -373,12 +380,13 @@ def quantize_stream(
     chunks: Iterable[bytes | memoryview],
     precision: Precision,
     method: str = "refit",
-) -> Quantized:
+) -> Iterator[Iterable[memoryview]]:
     """The same, of a matrix that arrives as its row-major little-endian bytes in chunks.
 
-    dtype: "BF16", "F16" or "F32". With chunks of about 1 MiB an affine source never sits in memory
-    as a whole, which saves the CPU time of that many fresh pages, up to 1 s/GB. Mx formats are
-    read as a whole. Raises MlxconvError when the bytes are not those of the shape.
+    dtype: "BF16", "F16" or "F32". Gives the bytes of each part of `layout`, in its order. The codes
+    come in blocks, as their chunks are taken, each valid until the next; the other parts are known
+    when the codes are exhausted. So no matrix is in memory, and its CPU time is not spent on fresh
+    pages. Chunks may share a buffer. Raises MlxconvError when the bytes are not those of the shape.
     """
     _check_quantizable(shape, precision, method)
     if dtype not in _STREAMED:
@@ -388,10 +396,39 @@ def quantize_stream(
     unit = kind.itemsize * (precision.group_size or 1)
     total = math.prod(shape) * kind.itemsize
     pieces = (np.frombuffer(chunk, kind) for chunk in _whole_groups(chunks, unit, total))
-    if precision.mode == "affine":
-        return _quantize_affine(pieces, shape, precision, method)
-    whole = mx.array(np.concatenate(list(pieces)).reshape(shape))
-    return _quantize_mx(whole.view(mx.bfloat16) if dtype == "BF16" else whole, precision)
+    _, *specs = layout(shape, precision).values()
+    fits = [np.empty(math.prod(size), _KINDS[code]) for size, code in specs]
+    yield (_bytes(block) for block in _blocks(pieces, fits, precision, method))
+    yield from ([_bytes(fit)] for fit in fits)
+
+
+# Arrays that hold the bytes of a safetensors dtype; numpy has no bfloat16.
+_KINDS = {"U32": "<u4", "U8": "u1", "F32": "<f4", "BF16": "<u2", "F16": "<u2"}
+
+
+def _bytes(array: NDArray[Any]) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+
+
+def _words(precision: Precision) -> int:
+    """uint32 words of codes a group."""
+    return (precision.group_size or 0) * (precision.bits or 0) // 32
+
+
+def _blocks(
+    pieces: Iterable[NDArray[Any]], fits: list[NDArray[Any]], precision: Precision, method: str
+) -> Iterator[NDArray[Any]]:
+    """Codes (groups, words) block by block; scales (and biases) go into `fits`, one a group."""
+    if precision.mode != "affine":
+        return _quantize_mx(pieces, fits[0], precision)
+    return quantize_affine(
+        pieces,
+        *fits,
+        bits=precision.bits or 0,
+        group=precision.group_size or 0,
+        dtype=precision.dtype,
+        method=method,
+    )
 
 
 _STREAMED = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}
@@ -471,18 +508,21 @@ def guard_flush(weight: mx.array, precision: Precision) -> tuple[Precision, str 
 _MX_CHUNK = 1 << 20
 
 
-def _quantize_mx(weight: mx.array, precision: Precision) -> Quantized:
-    rows, width = weight.shape
-    mode = precision.mode or "affine"
-    parts = [_zeros(*spec) for spec in layout(weight.shape, precision).values()]
-    step = max(1, _MX_CHUNK // width)
-    for start in range(0, rows, step):
-        chunk = weight[start : start + step].astype(getattr(mx, precision.dtype))
-        results = mx.quantize(chunk, precision.group_size, precision.bits, mode)
-        mx.eval(*results)
-        for part, result in zip(parts, results, strict=True):
-            _view(part)[start : start + step] = np.asarray(result)
-    return Quantized(parts[0], parts[1], None, precision)
+def _quantize_mx(
+    pieces: Iterable[NDArray[Any]], scales: NDArray[Any], precision: Precision
+) -> Iterator[NDArray[Any]]:
+    """Codes (groups, words) and, in place, scales (groups,) by `mx.quantize`, a group a row."""
+    done, group = 0, precision.group_size or 1
+    for piece in pieces:
+        groups = piece.reshape(-1, group)
+        for start in range(0, len(groups), _MX_CHUNK // group):
+            part = mx.array(groups[start : start + _MX_CHUNK // group])
+            part = part.view(mx.bfloat16) if part.dtype == mx.uint16 else part
+            part = part.astype(getattr(mx, precision.dtype))
+            codes, fit = mx.quantize(part, group, precision.bits, precision.mode or "affine")
+            scales[done : done + len(part)] = np.asarray(fit).reshape(-1)
+            done += len(part)
+            yield np.asarray(codes)
 
 
 def _zeros(shape: tuple[int, ...], code: str) -> mx.array:
@@ -497,19 +537,3 @@ def _view(array: mx.array) -> NDArray[Any]:
     bits = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
     mx.eval(bits)
     return np.array(bits, copy=False)
-
-
-def _quantize_affine(
-    pieces: Iterable[NDArray[Any]], shape: tuple[int, ...], precision: Precision, method: str
-) -> Quantized:
-    parts = [_zeros(*spec) for spec in layout(shape, precision).values()]
-    quantize_affine(
-        pieces,
-        (_view(parts[0]), _view(parts[1]), _view(parts[2])),
-        bits=precision.bits or 0,
-        group=precision.group_size or 0,
-        dtype=precision.dtype,
-        method=method,
-    )
-    scales, biases = (part.view(getattr(mx, precision.dtype)) for part in parts[1:])
-    return Quantized(parts[0], scales, biases, precision)

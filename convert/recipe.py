@@ -141,12 +141,17 @@ def _number(value: Any, text: str) -> int | float:
 
 @dataclass(frozen=True)
 class Dim:
-    """A named size: ``trace`` for tracing, ``check`` afterwards; ``fixed``: one program a value."""
+    """A named size: ``trace`` for tracing, ``check`` afterwards.
+
+    ``fixed``: the class builds it in, so there is one program a value: those of ``values``, else
+    the one traced.
+    """
 
     name: str
     trace: Expression
     check: tuple[int, ...] = ()
     fixed: bool = False
+    values: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -254,7 +259,7 @@ _TOP = {
     "tiny_variants",
     "sizes",
 }
-_DIM = {"trace", "check", "fixed"}
+_DIM = {"trace", "check", "fixed", "values"}
 _PROGRAM = {"method", "inputs", "arguments", "when"}
 _INPUT = {"shape", "dtype", "stage", "value", "integers", "mask", "count", "when"}
 
@@ -353,7 +358,10 @@ def _dims(read: _Reader, data: Any, config_names: set[str] | None) -> dict[str, 
             trace=read.expression(entry["trace"], f"{key}.trace", config_names),
             check=read.listed(entry.get("check", []), f"{key}.check", int, "integers"),
             fixed=read.typed(entry.get("fixed", False), f"{key}.fixed", bool, "true or false"),
+            values=read.listed(entry.get("values", []), f"{key}.values", int, "integers"),
         )
+        if dims[name].values and not dims[name].fixed:
+            raise read.fail(f"{key}.values", "only a fixed dim has one program a value")
     return dims
 
 

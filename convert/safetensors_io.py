@@ -97,7 +97,7 @@ class StoredTensor:
         They lie in one reused buffer: a chunk is valid until the next is asked for.
         """
         if self.strides is not None:
-            data = memoryview(np.ascontiguousarray(self._strided()).reshape(-1).view(np.uint8))
+            data = memoryview(np.ascontiguousarray(self._strided()).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
             yield from (data[i : i + size] for i in range(0, len(data), size))
             return
         with self._reader(max(1, min(size, self.nbytes))) as reader:

@@ -96,3 +96,8 @@ def test_without_a_program_the_owning_module_decides_the_layout() -> None:
     assert parameters["encoder.conv_in.weight"].kind == "conv"
     assert parameters["encoder.mid_block.attentions.0.to_q.weight"].kind == "linear"
     assert set(parameters) == set(module.state_dict())
+
+
+def test_a_fixed_dim_with_listed_values_has_one_program_each() -> None:
+    recipe = load_recipe("ZImageTransformer2DModel")
+    assert fixed_dims(recipe, []) == [{"batch": 1}, {"batch": 2}]
