@@ -7,17 +7,14 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from tqdm import tqdm
 
-from mlxconv.runtime.errors import MlxconvError
-from mlxconv.runtime.program import CONSTANTS_FILE, PROGRAM_FILE, Parameter, load_program, to_json
+from mlxconv.runtime.program import CONSTANTS_FILE, PROGRAM_FILE, load_program, to_json
 from mlxconv.runtime.weights import WEIGHTS_STEM
 
 from .bundle_files import (
@@ -26,76 +23,14 @@ from .bundle_files import (
     component_config,
     copy_rest,
     quantization_table,
-    refuse_nested,
     versions,
     write_json,
 )
-from .checkpoint import (
-    Checkpoint,
-    Component,
-    KeyMatch,
-    component_class,
-    match_keys,
-    merged_config,
-    open_checkpoint,
-    tied_weights,
-)
-from .plan import Plan, make_plan
-from .programs import Compiled, Size, compile_program, module_parameters
-from .quantization import (
-    Policy,
-    check_patterns,
-    load_policy_file,
-    parse_precision,
-)
-from .recipe import Recipe, all_recipes, load_recipe, load_recipe_file
+from .checkpoint import Component, open_checkpoint
+from .jobs import Job, Options, Run, bundle_bytes, prepare
+from .recipe import load_recipe_file
 from .report import ComponentReport, ConvertReport
 from .writer import MANIFEST, atomic_folder, read_back, write_weights
-
-
-@dataclass(frozen=True)
-class Options:
-    """The arguments of `convert`; the CLI's options have the same names."""
-
-    q: str = "bf16"
-    group_size: int | None = None
-    components: tuple[str, ...] = ()
-    text_encoder_q: str | None = None
-    vae_q: str | None = None
-    keep: tuple[str, ...] = ()
-    set: tuple[tuple[str, str], ...] = ()
-    sizes: tuple[Size, ...] = ()
-    recipe: Path | None = None
-    method: str = "refit"
-    target_size: float | None = None
-    variant: str | None = None
-    weights_only: bool = False
-    force: bool = False
-    dry_run: bool = False
-
-
-@dataclass
-class _Job:
-    """One component on its way: what is known before anything is written."""
-
-    component: Component
-    config: dict[str, Any]
-    policy: Policy
-    compiled: Compiled | None
-    match: KeyMatch
-    plan: Plan
-    note: str = ""
-
-
-@dataclass
-class _Run:
-    """A conversion: its options, and what it learned on the way."""
-
-    checkpoint: Checkpoint
-    options: Options
-    recipe: Recipe | None
-    warnings: list[str] = field(default_factory=list)
-    say: Callable[[str], None] = lambda text: None
 
 
 def convert(
@@ -116,20 +51,17 @@ def convert(
     chosen = Options(q=q, **options)
     checkpoint = open_checkpoint(source, chosen.variant)
     recipe = load_recipe_file(chosen.recipe) if chosen.recipe else None
-    run = _Run(checkpoint, chosen, recipe)
+    run = Run(checkpoint, chosen, recipe)
     if progress:
         run.say = lambda text: print(text, file=sys.stderr, flush=True)
-    names = _chosen(checkpoint, chosen)
-    _check_early(run)
-    jobs = {name: _prepare(run, checkpoint.components[name]) for name in names}
-    _check_keep(run, jobs)
+    jobs = prepare(run)
     gc.collect()
-    needed = sum(job.plan.nbytes for job in jobs.values()) + _copied_bytes(checkpoint, names)
+    needed = bundle_bytes(checkpoint, jobs)
     if not chosen.dry_run:
         with (
             _no_cache(),
             atomic_folder(
-                Path(out), force=chosen.force, needed_bytes=needed + (4 << 20),
+                Path(out), force=chosen.force, needed_bytes=needed,
                 source=checkpoint.path,
             ) as folder,
         ):  # fmt: skip
@@ -137,127 +69,6 @@ def convert(
             _write_manifest(run, jobs, folder, command)
             _verify_written(run, jobs, folder)
     return _report(run, jobs, str(out), started)
-
-
-def _check_early(run: _Run) -> None:
-    """Mistakes in the options, before minutes of tracing."""
-    options = run.options
-    if not options.q.endswith(".toml"):
-        parse_precision(options.q, options.group_size)
-    for text in (options.text_encoder_q, options.vae_q, *(bits for _, bits in options.set)):
-        if text is not None:
-            parse_precision(_bits(text))
-    if options.method not in ("rtn", "refit", "search"):
-        raise MlxconvError(
-            f"--method {options.method}: expected refit, rtn or search "
-            "(imatrix and gptq need calibration, which this version does not have)"
-        )
-
-
-def _bits(text: str) -> str:
-    return f"{text}bit" if text.isdigit() else text
-
-
-def _chosen(checkpoint: Checkpoint, options: Options) -> list[str]:
-    unknown = sorted(set(options.components) - set(checkpoint.components))
-    if unknown:
-        have = ", ".join(checkpoint.components)
-        raise MlxconvError(f"{checkpoint.path}: no component {', '.join(unknown)}; it has {have}")
-    names = [n for n in checkpoint.components if not options.components or n in options.components]
-    for name in names:
-        refuse_nested(name)
-    return names
-
-
-# ---- preparing ----------------------------------------------------------------------------------
-
-
-def _prepare(run: _Run, component: Component) -> _Job:
-    config = merged_config(component)
-    cls = component_class(component)
-    recipe = _recipe_for(run, component)
-    compiled, note = None, ""
-    if recipe is None or run.options.weights_only:
-        note = "weights only" + ("" if recipe else f" (no recipe for {component.class_name})")
-        if recipe is None and len(run.checkpoint.components) == 1 and not run.options.weights_only:
-            load_recipe(component.class_name)  # raises: it says how to add one
-        parameters, tied = _module_parameters(cls, component, config)
-    else:
-        run.say(f"{component.name}: tracing {component.class_name}")
-        compiled = compile_program(cls, config, recipe, run.options.sizes)
-        parameters, tied = compiled.parameters, {}
-    match = match_keys({n: p.shape for n, p in parameters.items()}, component.tensors, tied)
-    match.check(str(component.path))
-    named = parameters if compiled else _stored_names(parameters, match)
-    found = match.found if compiled else {name: name for name in named}
-    policy = _policy(run, component, recipe)
-    plan = make_plan(component, named, found, policy, run.options.method)
-    return _Job(component, config, policy, compiled, match, plan, note)
-
-
-def _recipe_for(run: _Run, component: Component) -> Recipe | None:
-    if run.recipe is not None and run.recipe.class_name == component.class_name:
-        return run.recipe
-    return all_recipes().get(component.class_name)
-
-
-def _module_parameters(
-    cls: type, component: Component, config: dict[str, Any]
-) -> tuple[dict[str, Parameter], dict[str, str]]:
-    """Without a program, a tensor's kind is that of the module that owns it."""
-    module, parameters = module_parameters(cls, component.library, component.path, config)
-    return parameters, tied_weights(module)
-
-
-def _stored_names(parameters: dict[str, Parameter], match: KeyMatch) -> dict[str, Parameter]:
-    """Parameters under the names of the files; tied ones once."""
-    return {stored: parameters[name] for name, stored in match.found.items()}
-
-
-def _policy(run: _Run, component: Component, recipe: Recipe | None) -> Policy:
-    options = run.options
-    keep, overrides = list(options.keep), [
-        (pattern, parse_precision(_bits(bits))) for pattern, bits in options.set
-    ]  # fmt: skip
-    text = _q_for(run, component)
-    if text.endswith(".toml"):
-        file = load_policy_file(Path(text))
-        default = file.default
-        keep, overrides = [*keep, *file.keep], [*overrides, *file.overrides]
-    else:
-        default = parse_precision(text, options.group_size if text == options.q else None)
-    return Policy(
-        default,
-        keep=keep,
-        recipe_keep=recipe.precision.keep if recipe else (),
-        modulation=recipe.precision.modulation if recipe else (),
-        overrides=overrides,
-    )
-
-
-def _q_for(run: _Run, component: Component) -> str:
-    """`--q` is for the denoiser, and for a component given alone; others follow floats only."""
-    options = run.options
-    alone = len(run.checkpoint.components) == 1 or options.components == (component.name,)
-    special = None
-    if component.library == "transformers":
-        special = options.text_encoder_q or "bf16"
-        alone = alone and options.text_encoder_q is None
-    elif "autoencoder" in component.class_name.lower() or component.name.startswith("vae"):
-        special = options.vae_q or "bf16"
-        alone = alone and options.vae_q is None
-    if special is None or alone:
-        return options.q
-    explicit = options.text_encoder_q if component.library == "transformers" else options.vae_q
-    is_float = not options.q.endswith(".toml") and not parse_precision(options.q).quantized
-    return options.q if is_float and explicit is None else special
-
-
-def _check_keep(run: _Run, jobs: dict[str, _Job]) -> None:
-    modules = {name.removesuffix(".weight") for job in jobs.values() for name in job.plan.decisions}
-    patterns = [*run.options.keep, *(pattern for pattern, _ in run.options.set)]
-    if patterns:
-        check_patterns(patterns, modules)
 
 
 # ---- writing ------------------------------------------------------------------------------------
@@ -273,7 +84,7 @@ def _no_cache() -> Any:
         mx.set_cache_limit(before)
 
 
-def _write(run: _Run, jobs: dict[str, _Job], folder: Path, progress: bool) -> None:
+def _write(run: Run, jobs: dict[str, Job], folder: Path, progress: bool) -> None:
     total = sum(job.plan.nbytes for job in jobs.values())
     bar = tqdm(
         total=total, unit="B", unit_scale=True, desc="writing", file=sys.stderr,
@@ -295,7 +106,7 @@ def _write(run: _Run, jobs: dict[str, _Job], folder: Path, progress: bool) -> No
     copy_rest(run.checkpoint, folder, run.warnings)
 
 
-def _write_program(job: _Job, target: Path) -> None:
+def _write_program(job: Job, target: Path) -> None:
     if job.compiled is None:
         return
     from safetensors.numpy import save_file
@@ -314,7 +125,7 @@ def _copy_extras(component: Component, target: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
-def _write_manifest(run: _Run, jobs: dict[str, _Job], folder: Path, command: str | None) -> None:
+def _write_manifest(run: Run, jobs: dict[str, Job], folder: Path, command: str | None) -> None:
     converted = {
         name: {
             "class": job.component.class_name,
@@ -350,7 +161,7 @@ def _revision(path: Path) -> str | None:
     return resolved.name if resolved.parent.name == "snapshots" else None
 
 
-def _verify_written(run: _Run, jobs: dict[str, _Job], folder: Path) -> None:
+def _verify_written(run: Run, jobs: dict[str, Job], folder: Path) -> None:
     for name, job in jobs.items():
         read_back(folder / name, WEIGHTS_STEM)
         if job.compiled is not None:
@@ -361,13 +172,7 @@ def _verify_written(run: _Run, jobs: dict[str, _Job], folder: Path) -> None:
 # ---- reporting ----------------------------------------------------------------------------------
 
 
-def _copied_bytes(checkpoint: Checkpoint, names: Sequence[str]) -> int:
-    folders = [c.path for n, c in checkpoint.components.items() if n not in names]
-    folders += checkpoint.others.values()
-    return sum(f.stat().st_size for folder in folders for f in folder.rglob("*") if f.is_file())
-
-
-def _unused(job: _Job) -> list[str]:
+def _unused(job: Job) -> list[str]:
     """Checkpoint tensors that no program reads: unknown to the class, or dead in its forward."""
     unused = list(job.match.unused)
     if job.compiled is not None:
@@ -376,7 +181,7 @@ def _unused(job: _Job) -> list[str]:
     return sorted(set(unused))
 
 
-def _report(run: _Run, jobs: dict[str, _Job], out: str, started: float) -> ConvertReport:
+def _report(run: Run, jobs: dict[str, Job], out: str, started: float) -> ConvertReport:
     reports = {}
     for name, component in run.checkpoint.components.items():
         if name in jobs:
@@ -402,7 +207,7 @@ def _report(run: _Run, jobs: dict[str, _Job], out: str, started: float) -> Conve
     return ConvertReport(out, source, revision, q, seconds, peak, reports, warnings)
 
 
-def _component_report(job: _Job) -> ComponentReport:
+def _component_report(job: Job) -> ComponentReport:
     parameters = sum(group.parameters for group in job.plan.groups)
     bytes_in = sum(t.nbytes for t in job.component.tensors.values())
     kept = [
@@ -431,7 +236,6 @@ def _component_report(job: _Job) -> ComponentReport:
     )
 
 
-def _is_matrix(job: _Job, name: str) -> bool:
+def _is_matrix(job: Job, name: str) -> bool:
     stored = job.component.tensors.get(job.match.found.get(name, name))
     return stored is not None and len(stored.shape) > 1
-

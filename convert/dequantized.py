@@ -21,8 +21,16 @@ class _Lazy(Mapping[str, torch.Tensor]):
 
     def __init__(self, weights: Weights, program: Program) -> None:
         self.weights, self.program = weights, program
+        self._read: set[str] = set()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.program.parameters
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self._read:  # weights that are not resident are given once
+            self.weights.release()
+            self._read.clear()
+        self._read.add(name)
         held = self.weights.get(name)
         if isinstance(held, QuantizedWeight):
             return mlx_to_torch(held.dequantized(mx.float32))

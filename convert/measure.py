@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .comparison import Row
 from .conversion import convert
-from .parity import Row, verify
+from .parity import verify
 from .recipe import Recipe
 
 
@@ -73,17 +74,29 @@ def _weights(name: str, shape: Sequence[int], generator: Any) -> Any:
 def measure(
     recipe: Recipe, variant: str | None = None, precisions: Sequence[str] = ("fp32", "bf16", "4bit")
 ) -> Iterator[Measured]:
-    """Convert the recipe's tiny checkpoint to each precision and verify it."""
+    """Convert the recipe's tiny checkpoint to each precision and verify it.
+
+    No size is that of tracing; fp32 is verified at two of each, so that batches and aspect ratios
+    are seen to be free.
+    """
     with tempfile.TemporaryDirectory(prefix="mlxconv-measure-") as name:
         folder = Path(name)
         source = tiny_checkpoint(recipe, variant, folder / "source")
         for q in precisions:
             report = convert(source, folder / q, q)
             parity = verify(folder / q, source)
+            if q == "fp32":
+                parity.tiers += verify(folder / q, source, dims=_other_dims(recipe)).tiers
             part = next(iter(report.components.values()))
             rows = [row for row in parity.tiers if row.tier == "forward"]
             problem = "; ".join(_problem(row) for row in parity.tiers if not row.passed)
             yield _measured(recipe, variant, q, rows, part.quantized, parity.passed, problem)
+
+
+def _other_dims(recipe: Recipe) -> dict[str, int]:
+    """The last size of each free dim; `verify` takes the first."""
+    dims = recipe.dims.values()
+    return {dim.name: dim.check[-1] for dim in dims if dim.check and not dim.fixed}
 
 
 def _problem(row: Row) -> str:
@@ -106,7 +119,7 @@ def _measured(
         recipe.class_name,
         variant or "",
         q,
-        tuple(row.name for row in own),
+        tuple(dict.fromkeys(row.name for row in own)),
         worst.rel_l2,
         worst.threshold,
         max(runtime, default=None),

@@ -37,8 +37,8 @@ def mlx_to_torch(value: mx.array) -> torch.Tensor:
 class Reference:
     """One diffusers (or transformers) module in evaluation mode, on the CPU, in `dtype`."""
 
-    def __init__(self, module: nn.Module, label: str) -> None:
-        self.module, self.label = module.eval(), label
+    def __init__(self, module: nn.Module, label: str, streamed: _Tensors | None = None) -> None:
+        self.module, self.label, self.streamed = module.eval(), label, streamed
         if sum(p.numel() for p in module.parameters()) < _SMALL:
             torch.set_num_threads(1)
 
@@ -62,7 +62,7 @@ def load_reference(component: Component, dtype: torch.dtype, *, stream: bool = F
     name = str(dtype).removeprefix("torch.")
     label = f"diffusers {diffusers.__version__} {name.replace('float32', 'fp32')} cpu"
     if stream:
-        return Reference(_streamed(component, dtype), label)
+        return Reference(*_streamed(component, dtype, label))
     cls: Any = component_class(component)
     options: dict[str, Any] = {"local_files_only": True, "variant": component.variant}
     if component.library == "diffusers":
@@ -81,6 +81,10 @@ def load_reference(component: Component, dtype: torch.dtype, *, stream: bool = F
 @contextmanager
 def replaced_weights(reference: Reference, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """The reference with other values under the same names, put back afterwards."""
+    if reference.streamed is not None:
+        with reference.streamed.replaced(tensors):
+            yield
+        return
     state = reference.module.state_dict(keep_vars=True)
     before = {name: state[name].data for name in tensors}
     try:
@@ -123,24 +127,46 @@ def _recording(
 # ---- streamed -----------------------------------------------------------------------------------
 
 
-def _streamed(component: Component, dtype: torch.dtype) -> nn.Module:
+class _Tensors:
+    """A checkpoint's tensors by the module's names, read at each look-up."""
+
+    def __init__(self, component: Component, module: nn.Module) -> None:
+        self.component = component
+        self.wanted = module.state_dict(keep_vars=True)
+        shapes = {name: tuple(t.shape) for name, t in self.wanted.items()}
+        self.match = match_keys(shapes, component.tensors)
+        self.match.check(str(component.path))
+        self.others: Mapping[str, torch.Tensor] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        wanted = self.wanted[name]
+        if name in self.others:
+            return self.others[name].to(wanted.dtype)
+        value = mlx_to_torch(self.component.tensors[self.match.found[name]].read())
+        return value.to(wanted.dtype).reshape(wanted.shape)
+
+    @contextmanager
+    def replaced(self, others: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Give other values under the same names, until the block ends."""
+        self.others = others
+        try:
+            yield
+        finally:
+            self.others = {}
+
+
+def _streamed(
+    component: Component, dtype: torch.dtype, label: str
+) -> tuple[nn.Module, str, _Tensors]:
     """A module on the meta device that reads each child's own tensors around its forward."""
     from .tracing import build_module
 
     cls = component_class(component)
     module, _ = build_module(cls, merged_config(component), dtype=dtype)
-    dtypes = {name: t.dtype for name, t in module.state_dict(keep_vars=True).items()}
-    shapes = {n: tuple(t.shape) for n, t in module.state_dict(keep_vars=True).items()}
-    match = match_keys(shapes, component.tensors)
-    match.check(str(component.path))
-
-    def read(name: str) -> torch.Tensor:
-        value = mlx_to_torch(component.tensors[match.found[name]].read())
-        return value.to(dtypes[name]).reshape(shapes[name])
-
+    tensors = _Tensors(component, module)
     for path, child in module.named_modules():
-        _stream_child(child, path, read)
-    return module
+        _stream_child(child, path, tensors.__getitem__)
+    return module, label, tensors
 
 
 def _stream_child(child: nn.Module, path: str, read: Callable[[str], torch.Tensor]) -> None:

@@ -130,6 +130,19 @@ def convert(
         raise SystemExit(1)
 
 
+class _Dim(click.ParamType):  # type: ignore[type-arg]
+    name = "NAME=SIZE"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, int]:
+        """`batch=2` -> ("batch", 2)."""
+        if isinstance(value, tuple):
+            return value
+        name, equals, size = str(value).partition("=")
+        if not (equals and name and size.isdigit() and int(size)):
+            self.fail(f"{value!r} is not NAME=SIZE, such as batch=2", param, ctx)
+        return name, int(size)
+
+
 @cli.command()
 @click.argument("bundle")
 @click.option("--against", required=True, metavar="SOURCE", help="The checkpoint it came from.")
@@ -142,15 +155,19 @@ def convert(
 @click.option("--threshold", type=float, help="Largest rel_l2 that passes.")
 @click.option("--recipe", type=click.Path(path_type=Path, dir_okay=False), help="Recipe to use.")
 @click.option("--stream", is_flag=True, help="Hold one block in memory at a time, on both sides.")
+@click.option("--dim", "dims", multiple=True, type=_Dim(),
+              help="Size to run at, by the recipe's name for it (repeat).")  # fmt: skip
 @_common
 def verify(
-    bundle: str, against: str, as_json: bool, verbose: bool, debug: bool, **options: Any
-) -> None:
+    bundle: str, against: str, dims: tuple[tuple[str, int], ...], as_json: bool, verbose: bool,
+    debug: bool, **options: Any,
+) -> None:  # fmt: skip
     """Compare BUNDLE with the checkpoint it was made from; exit 1 if it differs."""
     _quiet()
     from .convert.parity import verify as run
 
-    report = run(bundle, against, say=say if verbose else lambda text: None, **options)
+    told = say if verbose else lambda text: None
+    report = run(bundle, against, dims=dict(dims), say=told, **options)
     _emit(as_json, report.as_json(), report.as_text())
     if not report.passed:
         raise SystemExit(1)
@@ -214,11 +231,6 @@ def main() -> None:
     """Entry point of the `mlxconv` command."""
     try:
         cli.main(standalone_mode=False)
-    except MlxconvError as error:
-        if "--debug" in sys.argv:
-            raise
-        say(f"error: {error}")
-        raise SystemExit(1) from None
     except click.exceptions.NoArgsIsHelpError as error:
         say(error.format_message())
         raise SystemExit(2) from None
@@ -228,8 +240,19 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         say("interrupted; nothing was left half-written")
         raise SystemExit(_INTERRUPTED) from None
-    except ModuleNotFoundError as error:
-        if "--debug" in sys.argv or error.name not in ("torch", "diffusers", "transformers"):
+    except Exception as error:
+        if "--debug" in sys.argv:
             raise
-        say(f"error: {error.name} is not installed; `pip install 'mlxconv[convert]'`")
+        say(f"error: {_reason(error)}")
         raise SystemExit(1) from None
+
+
+def _reason(error: Exception) -> str:
+    """One line: what is wrong, and what to do."""
+    if isinstance(error, MlxconvError):
+        return " ".join(str(error).splitlines())
+    missing = (isinstance(error, ModuleNotFoundError) and error.name) or ""
+    if missing.partition(".")[0] in ("torch", "diffusers", "transformers", "accelerate"):
+        return f"{missing} is not installed; `pip install 'mlxconv[convert]'`"
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first} (unexpected; --debug shows where, please report it)"

@@ -1,0 +1,139 @@
+"""Numbers of a comparison: running sums, the metrics made of them, and one row of a report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlxconv.runtime.errors import MlxconvError
+
+Array = np.ndarray[Any, Any]
+EXACT_DB = 400.0  # `sqnr_db` of equal values, which have no finite one
+
+
+@dataclass
+class Sums:
+    """Running sums over pairs of arrays: everything the metrics need."""
+
+    difference: float = 0.0
+    reference: float = 0.0
+    product: float = 0.0
+    other: float = 0.0
+    max_abs: float = 0.0
+    max_reference: float = 0.0
+    finite: bool = True
+
+    def add(self, a: Any, b: Any) -> None:
+        """Compare `a` with the reference `b`, arrays of one shape."""
+        a, b = np.asarray(a, np.float64).ravel(), np.asarray(b, np.float64).ravel()
+        if not a.size:
+            return
+        gap = np.abs(a - b)
+        self.finite = self.finite and bool(np.isfinite(a).all())
+        self.difference += float(gap @ gap)
+        self.reference += float(b @ b)
+        self.other += float(a @ a)
+        self.product += float(a @ b)
+        self.max_abs = max(self.max_abs, float(gap.max())) if self.finite else math.inf
+        self.max_reference = max(self.max_reference, float(np.abs(b).max()))
+
+    @property
+    def rel_l2(self) -> float:
+        """||a-b|| / ||b||; ||a|| where the reference is zero; infinite where a is not finite."""
+        if not self.finite:
+            return math.inf
+        if not self.reference:
+            return math.sqrt(self.other)
+        return math.sqrt(self.difference / self.reference)
+
+    @property
+    def max_rel(self) -> float:
+        """max|a-b| / max|b|; max|a| where the reference is zero."""
+        return self.max_abs / self.max_reference if self.max_reference else self.max_abs
+
+    @property
+    def cosine(self) -> float:
+        """The cosine of the angle between a and b; 1 where both are zero."""
+        lengths = math.sqrt(self.reference * self.other)
+        return self.product / lengths if lengths else float(self.difference == 0)
+
+    @property
+    def sqnr_db(self) -> float:
+        """-20 log10(rel_l2), at most EXACT_DB."""
+        error = self.rel_l2
+        if error == math.inf or math.isnan(error):
+            return -math.inf
+        return -20 * math.log10(error) if error else EXACT_DB
+
+
+def compare(results: Iterable[Any], references: Iterable[Any]) -> Sums:
+    """Sums over all outputs. MlxconvError when their number or shapes differ."""
+    results, references = list(results), list(references)
+    shapes = [tuple(np.shape(a)) for a in results], [tuple(np.shape(b)) for b in references]
+    if shapes[0] != shapes[1]:
+        raise MlxconvError(f"outputs have shapes {shapes[0]}, diffusers gives {shapes[1]}")
+    sums = Sums()
+    for a, b in zip(results, references):
+        sums.add(to_numpy(a), b)
+    return sums
+
+
+def to_numpy(value: Any) -> Array:
+    """An MLX array as NumPy; bfloat16 as float32."""
+    if isinstance(value, mx.array) and value.dtype == mx.bfloat16:
+        value = value.astype(mx.float32)
+    return np.asarray(value)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured comparison. `threshold` is on `rel_l2`; None: judged otherwise (see `note`)."""
+
+    tier: str
+    component: str
+    name: str
+    max_abs: float
+    max_rel: float
+    rel_l2: float
+    cosine: float
+    sqnr_db: float
+    threshold: float | None
+    reference: str
+    passed: bool
+    note: str = ""
+
+
+def make_row(
+    tier: str,
+    component: str,
+    name: str,
+    sums: Sums,
+    threshold: float | None,
+    reference: str,
+    *,
+    passed: bool | None = None,
+    note: str = "",
+) -> Row:
+    """The row of these sums, judged by `threshold` unless `passed` says how it was judged."""
+    judged = sums.rel_l2 <= (threshold or 0.0) if passed is None else passed
+    if not sums.finite:
+        note = note or "NaN or infinite values in the result"
+    return Row(
+        tier,
+        component,
+        name,
+        sums.max_abs,
+        sums.max_rel,
+        sums.rel_l2,
+        sums.cosine,
+        sums.sqnr_db,
+        threshold,
+        reference,
+        bool(judged) and sums.finite,
+        note,
+    )

@@ -1,0 +1,281 @@
+"""What a conversion will do, before anything is written: programs, precisions, sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.program import Parameter, to_json
+
+from .bundle_files import refuse_nested
+from .checkpoint import (
+    Checkpoint,
+    Component,
+    KeyMatch,
+    component_class,
+    match_keys,
+    merged_config,
+    tied_weights,
+)
+from .plan import Plan, make_plan
+from .programs import Compiled, Size, compile_program, module_parameters
+from .quantization import (
+    Policy,
+    PolicyFile,
+    Precision,
+    check_patterns,
+    load_policy_file,
+    parse_precision,
+)
+from .recipe import Recipe, all_recipes, load_recipe
+from .report import human_bytes
+
+# What `target_size` chooses from, the most precise first.
+BY_PRECISION = ("bf16", "8bit", "6bit", "5bit", "4bit", "3bit", "2bit")
+# Bytes beside the tensors: of each one's entries in header and index, and of the other files.
+_ENTRY_BYTES, _OTHER_BYTES = 400, 64_000
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `convert`; the CLI's options have the same names."""
+
+    q: str = "bf16"
+    group_size: int | None = None
+    components: tuple[str, ...] = ()
+    text_encoder_q: str | None = None
+    vae_q: str | None = None
+    keep: tuple[str, ...] = ()
+    set: tuple[tuple[str, str], ...] = ()
+    sizes: tuple[Size, ...] = ()
+    recipe: Path | None = None
+    method: str = "refit"
+    target_size: float | None = None
+    variant: str | None = None
+    weights_only: bool = False
+    force: bool = False
+    dry_run: bool = False
+
+
+@dataclass
+class Job:
+    """One component on its way: what is known before anything is written."""
+
+    component: Component
+    config: dict[str, Any]
+    recipe: Recipe | None
+    compiled: Compiled | None
+    match: KeyMatch
+    parameters: dict[str, Parameter]
+    found: dict[str, str]
+    policy: Policy
+    plan: Plan
+    note: str = ""
+
+
+@dataclass
+class Run:
+    """A conversion: its options, and what it learned on the way."""
+
+    checkpoint: Checkpoint
+    options: Options
+    recipe: Recipe | None
+    warnings: list[str] = field(default_factory=list)
+    say: Callable[[str], None] = lambda text: None
+
+
+def prepare(run: Run) -> dict[str, Job]:
+    """A job for every component to convert. Everything that can be refused is refused here."""
+    names = chosen_components(run)
+    _check_early(run.options)
+    jobs = {name: _prepare(run, run.checkpoint.components[name]) for name in names}
+    _check_patterns(run, jobs)
+    return jobs if run.options.target_size is None else _fit(run, jobs, run.options.target_size)
+
+
+def _check_early(options: Options) -> None:
+    """Mistakes in the options, before minutes of tracing."""
+    if options.q.endswith(".toml"):
+        load_policy_file(Path(options.q))
+    else:
+        parse_precision(options.q, options.group_size)
+    if options.target_size is not None and options.q not in ("bf16", "bfloat16"):
+        raise MlxconvError(
+            f"--target-size chooses the precision, --q {options.q} asks for one: give one of them"
+        )
+    for text in (options.text_encoder_q, options.vae_q, *(bits for _, bits in options.set)):
+        if text is not None:
+            parse_precision(_bits(text))
+    if options.method not in ("rtn", "refit", "search"):
+        raise MlxconvError(
+            f"--method {options.method}: expected refit, rtn or search "
+            "(imatrix and gptq need calibration, which this version does not have)"
+        )
+
+
+def _bits(text: str) -> str:
+    return f"{text}bit" if text.isdigit() else text
+
+
+def chosen_components(run: Run) -> list[str]:
+    """Names of the components to convert, in the checkpoint's order."""
+    checkpoint, options = run.checkpoint, run.options
+    unknown = sorted(set(options.components) - set(checkpoint.components))
+    if unknown:
+        have = ", ".join(checkpoint.components)
+        raise MlxconvError(f"{checkpoint.path}: no component {', '.join(unknown)}; it has {have}")
+    names = [n for n in checkpoint.components if not options.components or n in options.components]
+    for name in names:
+        refuse_nested(name)
+    return names
+
+
+# ---- one component ------------------------------------------------------------------------------
+
+
+def _prepare(run: Run, component: Component) -> Job:
+    config = merged_config(component)
+    cls = component_class(component)
+    recipe = _recipe_for(run, component)
+    compiled, note = None, ""
+    if recipe is None or run.options.weights_only:
+        note = "weights only" + ("" if recipe else f" (no recipe for {component.class_name})")
+        if recipe is None and len(run.checkpoint.components) == 1 and not run.options.weights_only:
+            load_recipe(component.class_name)  # raises: it says how to add one
+        parameters, tied = _module_parameters(cls, component, config)
+    else:
+        run.say(f"{component.name}: tracing {component.class_name}")
+        compiled = compile_program(cls, config, recipe, run.options.sizes)
+        parameters, tied = compiled.parameters, {}
+    match = match_keys({n: p.shape for n, p in parameters.items()}, component.tensors, tied)
+    match.check(str(component.path))
+    named = parameters if compiled else _stored_names(parameters, match)
+    found = match.found if compiled else {name: name for name in named}
+    policy = _policy(run.options, run.checkpoint, component, recipe)
+    plan = make_plan(component, named, found, policy, run.options.method)
+    return Job(component, config, recipe, compiled, match, named, found, policy, plan, note)
+
+
+def _recipe_for(run: Run, component: Component) -> Recipe | None:
+    if run.recipe is not None and run.recipe.class_name == component.class_name:
+        return run.recipe
+    return all_recipes().get(component.class_name)
+
+
+def _module_parameters(
+    cls: type, component: Component, config: dict[str, Any]
+) -> tuple[dict[str, Parameter], dict[str, str]]:
+    """Without a program, a tensor's kind is that of the module that owns it."""
+    module, parameters = module_parameters(cls, component.library, component.path, config)
+    return parameters, tied_weights(module)
+
+
+def _stored_names(parameters: dict[str, Parameter], match: KeyMatch) -> dict[str, Parameter]:
+    """Parameters under the names of the files; tied ones once."""
+    return {stored: parameters[name] for name, stored in match.found.items()}
+
+
+def _policy(
+    options: Options, checkpoint: Checkpoint, component: Component, recipe: Recipe | None
+) -> Policy:
+    text = _q_for(options, checkpoint, component)
+    file = _policy_file(options, text)
+    return Policy(
+        file.default,
+        keep=[*options.keep, *file.keep],
+        recipe_keep=recipe.precision.keep if recipe else (),
+        modulation=recipe.precision.modulation if recipe else (),
+        overrides=[*(_override(options, *item) for item in options.set), *file.overrides],
+    )
+
+
+def _policy_file(options: Options, text: str) -> PolicyFile:
+    """The policy of `--q`: a file's, or the one precision."""
+    if text.endswith(".toml"):
+        return load_policy_file(Path(text))
+    return PolicyFile(parse_precision(text, options.group_size if text == options.q else None))
+
+
+def _override(options: Options, pattern: str, bits: str) -> tuple[str, Precision]:
+    """One `--set`; `--group-size` holds for it too where the precision leaves a choice."""
+    precision = parse_precision(_bits(bits))
+    if precision.mode == "affine" and options.group_size is not None:
+        precision = parse_precision(_bits(bits), options.group_size)
+    return pattern, precision
+
+
+def _q_for(options: Options, checkpoint: Checkpoint, component: Component) -> str:
+    """`--q` is for the denoiser, and for a component given alone; others follow floats only."""
+    alone = len(checkpoint.components) == 1 or tuple(options.components) == (component.name,)
+    special = None
+    if component.library == "transformers":
+        special = options.text_encoder_q or "bf16"
+        alone = alone and options.text_encoder_q is None
+    elif "autoencoder" in component.class_name.lower() or component.name.startswith("vae"):
+        special = options.vae_q or "bf16"
+        alone = alone and options.vae_q is None
+    if special is None or alone:
+        return options.q
+    explicit = options.text_encoder_q if component.library == "transformers" else options.vae_q
+    is_float = not options.q.endswith(".toml") and not parse_precision(options.q).quantized
+    return options.q if is_float and explicit is None else special
+
+
+def _check_patterns(run: Run, jobs: Mapping[str, Job]) -> None:
+    options = run.options
+    modules = {name.removesuffix(".weight") for job in jobs.values() for name in job.plan.decisions}
+    patterns = [*options.keep, *(pattern for pattern, _ in options.set)]
+    if options.q.endswith(".toml"):
+        file = load_policy_file(Path(options.q))
+        patterns += [*file.keep, *(pattern for pattern, _ in file.overrides)]
+    check_patterns(patterns, modules)
+
+
+# ---- sizes --------------------------------------------------------------------------------------
+
+
+def copied_bytes(checkpoint: Checkpoint, names: Sequence[str]) -> int:
+    """Bytes of all that is copied: components not in `names`, folders without weights."""
+    folders = [c.path for n, c in checkpoint.components.items() if n not in names]
+    folders += checkpoint.others.values()
+    return sum(f.stat().st_size for folder in folders for f in folder.rglob("*") if f.is_file())
+
+
+def bundle_bytes(checkpoint: Checkpoint, jobs: Mapping[str, Job]) -> int:
+    """An upper estimate of the whole bundle's size, from headers alone."""
+    return copied_bytes(checkpoint, list(jobs)) + sum(_job_bytes(job) for job in jobs.values())
+
+
+def _job_bytes(job: Job) -> int:
+    tensors = sum(len(group.outputs) for group in job.plan.groups)
+    total = job.plan.nbytes + _ENTRY_BYTES * tensors + _OTHER_BYTES
+    if job.compiled is not None:
+        constants = sum(value.nbytes for value in job.compiled.constants.values())
+        total += len(to_json(job.compiled.program).encode()) + constants
+    return total
+
+
+def _fit(run: Run, jobs: dict[str, Job], gigabytes: float) -> dict[str, Job]:
+    """The jobs at the most precise `q` whose bundle is at most that large; sets the run's `q`."""
+    sizes = {}
+    for q in BY_PRECISION:
+        options = replace(run.options, q=q)
+        planned = {name: _planned(options, run.checkpoint, job) for name, job in jobs.items()}
+        sizes[q] = bundle_bytes(run.checkpoint, planned)
+        if sizes[q] <= gigabytes * 1e9:
+            run.options = options
+            return planned
+    listed = ", ".join(f"{q} {human_bytes(size)}" for q, size in sizes.items())
+    raise MlxconvError(
+        f"{run.checkpoint.path}: no precision fits --target-size {gigabytes:g} GB: {listed}; "
+        "text encoders and VAE count too (--text-encoder-q, --vae-q)"
+    )
+
+
+def _planned(options: Options, checkpoint: Checkpoint, job: Job) -> Job:
+    policy = _policy(options, checkpoint, job.component, job.recipe)
+    plan = make_plan(job.component, job.parameters, job.found, policy, options.method)
+    return replace(job, policy=policy, plan=plan)

@@ -1,0 +1,280 @@
+"""Verifying: the metrics, bundles that are right, and bundles that are wrong in one place."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from mlxconv.cli import cli
+from mlxconv.convert.comparison import Sums, compare, make_row
+from mlxconv.convert.parity import ParityReport, verify
+from mlxconv.runtime.errors import MlxconvError
+
+from ..bundles import Arrays, change_nodes, change_tensors, copy
+
+Bundles = Callable[[str], Path]
+
+
+# ---- metrics ------------------------------------------------------------------------------------
+
+
+def test_the_metrics_are_what_their_definitions_say() -> None:
+    sums = compare(
+        [mx.array([3.0, 4.0]), mx.array([[0.0]])], [np.array([3.0, 0.0]), np.ones((1, 1))]
+    )
+    row = make_row("forward", "transformer", "forward", sums, 2.0, "torch")
+    assert row.max_abs == 4.0
+    assert row.max_rel == pytest.approx(4 / 3)
+    assert row.rel_l2 == pytest.approx(math.sqrt(17 / 10))
+    assert row.cosine == pytest.approx(9 / (5 * math.sqrt(10)))
+    assert row.sqnr_db == pytest.approx(-20 * math.log10(row.rel_l2))
+    assert row.passed
+
+
+def test_equal_values_have_no_error_and_a_finite_number_of_decibels() -> None:
+    row = make_row("forward", "t", "f", compare([np.ones(3)], [np.ones(3)]), 0.0, "torch")
+    assert (row.rel_l2, row.max_abs, row.cosine, row.sqnr_db) == (0.0, 0.0, pytest.approx(1), 400.0)
+    assert row.passed
+
+
+def test_a_reference_of_zeros_does_not_divide() -> None:
+    sums = compare([np.array([0.0, 0.5])], [np.zeros(2)])
+    assert (sums.rel_l2, sums.max_rel) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_values_that_are_not_finite_never_pass(bad: float) -> None:
+    sums = compare([np.array([bad, 1.0])], [np.array([1.0, 1.0])])
+    row = make_row("forward", "t", "f", sums, 1e9, "torch", passed=True)
+    assert not row.passed
+    assert row.rel_l2 == math.inf
+    report = ParityReport("b", "s", 0, [row]).as_json()
+    assert json.loads(json.dumps(report, allow_nan=False))["tiers"][0]["rel_l2"] is None
+
+
+def test_outputs_of_other_shapes_are_an_error() -> None:
+    with pytest.raises(MlxconvError, match=r"shapes \[\(2,\)\], diffusers gives \[\(3,\)\]"):
+        compare([np.zeros(2)], [np.zeros(3)])
+
+
+def test_sums_over_pieces_are_those_of_the_whole() -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((2, 10))
+    whole, pieces = Sums(), Sums()
+    whole.add(a, b)
+    pieces.add(a[:3], b[:3])
+    pieces.add(a[3:], b[3:])
+    assert pieces.rel_l2 == pytest.approx(whole.rel_l2)
+    assert pieces.max_abs == whole.max_abs
+
+
+def test_a_report_without_rows_did_not_pass() -> None:
+    assert not ParityReport("bundle", "source", 0).passed
+
+
+# ---- bundles that are right ---------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("q", ["fp32", "bf16", "8bit", "4bit"])
+def test_an_untouched_bundle_passes_at_every_block(
+    flux_bundle: Bundles, flux_checkpoint: Path, q: str
+) -> None:
+    report = verify(flux_bundle(q), flux_checkpoint, tier="block")
+    assert report.passed, report.as_text()
+    blocks = [row.name.split()[0] for row in report.tiers if row.tier == "block"]
+    assert blocks == [
+        "transformer_blocks.0", "transformer_blocks.1",
+        "single_transformer_blocks.0", "single_transformer_blocks.1",
+    ]  # fmt: skip
+    assert report.begins_at == {}
+
+
+@pytest.mark.parametrize("q", ["fp32", "bf16", "4bit"])
+def test_streaming_gives_the_same_verdict_and_figures(
+    flux_bundle: Bundles, flux_checkpoint: Path, q: str
+) -> None:
+    whole = verify(flux_bundle(q), flux_checkpoint)
+    streamed = verify(flux_bundle(q), flux_checkpoint, stream=True)
+    assert streamed.passed
+    for one, other in zip(whole.tiers, streamed.tiers, strict=True):
+        assert one.name == other.name
+        assert other.rel_l2 == pytest.approx(one.rel_l2, rel=1e-2, abs=1e-6)
+
+
+def test_streaming_several_entries_of_a_pipeline(
+    pipeline_bundle: Bundles, pipeline_checkpoint: Path
+) -> None:
+    report = verify(pipeline_bundle("4bit"), pipeline_checkpoint, stream=True)
+    assert report.passed, report.as_text()
+    assert {row.component for row in report.tiers} == {
+        "text_encoder", "text_encoder_2", "transformer", "vae",
+    }  # fmt: skip
+
+
+def test_the_seed_changes_the_inputs_and_is_reported(
+    flux_bundle: Bundles, flux_checkpoint: Path
+) -> None:
+    first, again, other = (
+        verify(flux_bundle("fp32"), flux_checkpoint, seed=seed).tiers[-1] for seed in (0, 0, 1)
+    )
+    assert first == again
+    assert first.max_abs != other.max_abs
+    assert verify(flux_bundle("fp32"), flux_checkpoint, seed=7).seed == 7
+
+
+def test_the_threshold_decides(flux_bundle: Bundles, flux_checkpoint: Path) -> None:
+    report = verify(flux_bundle("bf16"), flux_checkpoint, threshold=1e-9)
+    assert not report.passed
+    assert report.tiers[-1].threshold == 1e-9
+    assert verify(flux_bundle("bf16"), flux_checkpoint, threshold=0.5).passed
+
+
+def test_a_bundle_can_be_run_in_another_precision(
+    flux_bundle: Bundles, flux_checkpoint: Path
+) -> None:
+    in_half = verify(flux_bundle("fp32"), flux_checkpoint, dtype="bfloat16").tiers[-1]
+    assert in_half.passed
+    assert 1e-3 < in_half.rel_l2 < 5e-2
+
+
+def test_sizes_can_be_asked_for_by_name(flux_bundle: Bundles, flux_checkpoint: Path) -> None:
+    assert verify(flux_bundle("fp32"), flux_checkpoint, dims={"image_tokens": 9}).passed
+    with pytest.raises(MlxconvError, match="no dim height, only batch, image_tokens"):
+        verify(flux_bundle("fp32"), flux_checkpoint, dims={"height": 9})
+
+
+# ---- bundles that are wrong ---------------------------------------------------------------------
+
+
+def one_element(name: str) -> Callable[[Arrays], None]:
+    def change(arrays: Arrays) -> None:
+        value = np.array(arrays[name])
+        value.flat[5] += 0.5
+        arrays[name] = mx.array(value)
+
+    return change
+
+
+def one_nan(arrays: Arrays) -> None:
+    name = "transformer_blocks.1.ff.net.2.weight"
+    value = np.array(arrays[name])
+    value[0, 0] = math.nan
+    arrays[name] = mx.array(value)
+
+
+def swapped_pair(arrays: Arrays) -> None:
+    k, v = (f"single_transformer_blocks.0.attn.{n}.weight" for n in ("to_k", "to_v"))
+    arrays[k], arrays[v] = arrays[v], arrays[k]
+
+
+def dropped_bias(arrays: Arrays) -> None:
+    del arrays["transformer_blocks.0.attn.to_q.bias"]
+
+
+def zeroed_bias(arrays: Arrays) -> None:
+    name = "transformer_blocks.1.attn.to_q.bias"
+    arrays[name] = mx.zeros_like(arrays[name])
+
+
+def one_scale(arrays: Arrays) -> None:
+    name = "single_transformer_blocks.0.proj_mlp.scales"
+    value = np.array(arrays[name].astype(mx.float32))
+    value[3, 0] *= 1.05
+    arrays[name] = mx.array(value).astype(arrays[name].dtype)
+
+
+WEIGHTS: dict[str, tuple[str, Callable[[Arrays], None], str]] = {
+    "one element of a weight":
+        ("fp32", one_element("transformer_blocks.1.ff.net.2.weight"), "transformer_blocks.1"),
+    "one element of a norm":
+        ("fp32", one_element("transformer_blocks.0.attn.norm_q.weight"), "transformer_blocks.0"),
+    "one element outside of blocks": ("fp32", one_element("proj_out.weight"), "proj_out"),
+    "a NaN": ("fp32", one_nan, "transformer_blocks.1"),
+    "two weights swapped": ("fp32", swapped_pair, "single_transformer_blocks.0"),
+    "a bias dropped": ("fp32", dropped_bias, "transformer_blocks.0"),
+    "a bias set to zero": ("fp32", zeroed_bias, "transformer_blocks.1"),
+    "one quantization scale, by a twentieth": ("4bit", one_scale, "single_transformer_blocks.0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_a_wrong_weight_fails_and_its_block_is_named(
+    case: str, flux_bundle: Bundles, flux_checkpoint: Path, tmp_path: Path
+) -> None:
+    q, change, block = WEIGHTS[case]
+    bundle = copy(flux_bundle(q), tmp_path)
+    change_tensors(bundle / "transformer", change)
+    check_failed(bundle, flux_checkpoint, block)
+
+
+def add_to_sub(node: list[Any]) -> None:
+    node[0] = "sub"
+
+
+def gelu_to_silu(node: list[Any]) -> None:
+    node[0], node[2] = "silu", {"x": node[2]["x"]}
+
+
+def larger_epsilon(node: list[Any]) -> None:
+    node[2]["eps"] = 1e-2
+
+
+NODES: dict[str, tuple[str, str, Callable[[list[Any]], None], str]] = {
+    "a residual subtracted": ("transformer_blocks", "add", add_to_sub, "transformer_blocks.0"),
+    "another activation":
+        ("single_transformer_blocks", "gelu", gelu_to_silu, "single_transformer_blocks.0"),
+    "another epsilon": ("transformer_blocks", "rms_norm", larger_epsilon, "transformer_blocks.0"),
+    "another epsilon in the last block":
+        ("single_transformer_blocks_1", "rms_norm", larger_epsilon, "single_transformer_blocks.1"),
+    "a sum before the first block": ("forward", "add", add_to_sub, "time_text_embed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NODES)
+def test_a_wrong_node_fails_and_the_first_block_that_runs_it_is_named(
+    case: str, flux_bundle: Bundles, flux_checkpoint: Path, tmp_path: Path
+) -> None:
+    body, op, change, block = NODES[case]
+    bundle = copy(flux_bundle("fp32"), tmp_path)
+    change_nodes(bundle / "transformer", body, op, change)
+    report = verify(bundle, flux_checkpoint)
+    assert not report.passed
+    assert report.begins_at["transformer"].split()[0] == block
+    assert [row.tier for row in report.tiers if not row.passed] == ["forward"]
+
+
+def test_a_wrong_node_is_named_inside_its_block(
+    flux_bundle: Bundles, flux_checkpoint: Path, tmp_path: Path
+) -> None:
+    bundle = copy(flux_bundle("4bit"), tmp_path)
+    change_nodes(bundle / "transformer", "single_transformer_blocks", "gelu", gelu_to_silu)
+    begins = verify(bundle, flux_checkpoint).begins_at["transformer"]
+    assert begins == "single_transformer_blocks.0 (single_transformer_blocks.0.act_mlp)"
+
+
+def test_a_wrong_node_fails_in_bf16_too(
+    flux_bundle: Bundles, flux_checkpoint: Path, tmp_path: Path
+) -> None:
+    bundle = copy(flux_bundle("bf16"), tmp_path)
+    change_nodes(bundle / "transformer", "transformer_blocks", "add", add_to_sub)
+    check_failed(bundle, flux_checkpoint, "transformer_blocks.0")
+
+
+def check_failed(bundle: Path, source: Path, block: str) -> None:
+    """The report fails and names the block; the command exits 1 with one JSON object."""
+    command = ["verify", str(bundle), "--against", str(source), "--json"]
+    result = CliRunner().invoke(cli, command)
+    assert result.exit_code == 1, result.exception
+    data = json.loads(result.stdout)
+    assert not data["passed"]
+    begins = data["begins_at"]["transformer"]
+    assert begins == block or begins.startswith(f"{block} (")
