@@ -12,6 +12,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import logging
 import math
 import re
 import sys
@@ -252,12 +253,23 @@ def trace(
 
 
 @contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs tracebacks of operations that do not fit; the error raised says it in a line."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
+
+
+@contextlib.contextmanager
 def _tracing(module: nn.Module) -> Iterator[None]:
     """Taps in, sizes symbolic, and no garbage collection, which costs a tenth of the time."""
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with _taps(module), _symbolic_builtins(module):
+        with _taps(module), _symbolic_builtins(module), _quiet():
             yield
     finally:
         if collecting:
