@@ -37,7 +37,7 @@ class DemoRow:
     bits_per_weight: float
     rel_l2: float
     runtime_rel_l2: float | None
-    psnr_db: float
+    psnr_db: float | None  # None: the reference itself
     convert_seconds: float
     step_seconds: float
     passed: bool
@@ -72,14 +72,15 @@ class DemoReport:
         """The table."""
         lines = [
             f"tiny FLUX.1 transformer, {human_bytes(self.source_bytes)} in fp32, random weights",
-            f"{'':<6}{'size':>10}{'bits':>7}{'rel_l2':>10}{'run':>10}{'PSNR':>8}"
+            f"{'':<6}{'size':>10}{'bits':>7}{'rel_l2':>10}{'run':>10}{'PSNR':>9}"
             f"{'convert':>9}{'step':>9}",
         ]
         for row in self.rows:
             run = "-" if row.runtime_rel_l2 is None else f"{row.runtime_rel_l2:.1e}"
+            psnr = "-" if row.psnr_db is None else f"{row.psnr_db:.1f} dB"
             lines.append(
                 f"{row.q:<6}{human_bytes(row.bytes):>10}{row.bits_per_weight:>7.2f}"
-                f"{row.rel_l2:>10.1e}{run:>10}{row.psnr_db:>6.1f}dB"
+                f"{row.rel_l2:>10.1e}{run:>10}{psnr:>9}"
                 f"{row.convert_seconds:>8.1f}s{row.step_seconds * 1000:>7.1f}ms"
                 f"  {'verified' if row.passed else 'FAILED'}"
             )
@@ -137,7 +138,7 @@ def _one(
     forward = [r for r in parity.tiers if r.tier == "forward"]
     runtime = next((r.rel_l2 for r in forward if "runtime" in r.name), None)
     latents, step = _denoise(out)
-    psnr = _psnr(latents, latents if exact is None else exact)
+    psnr = None if exact is None else _psnr(latents, exact)
     row = DemoRow(
         q,
         part.bytes_out,
@@ -178,9 +179,9 @@ def _denoise(bundle: Path) -> tuple[np.ndarray[Any, Any], float]:
 
 
 def _psnr(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
-    error = float(np.mean((a - b) ** 2))
-    span = float(b.max() - b.min())
-    return 10 * np.log10(span**2 / error) if error else float("inf")
+    """Peak signal-to-noise ratio of `a` against `b` in dB, the peak being b's range."""
+    error = max(float(np.mean((a - b) ** 2)), 1e-30)
+    return float(10 * np.log10(float(b.max() - b.min()) ** 2 / error))
 
 
 def _draw(latents: dict[str, np.ndarray[Any, Any]], rows: list[DemoRow], path: Path) -> None:
@@ -196,6 +197,6 @@ def _draw(latents: dict[str, np.ndarray[Any, Any]], rows: list[DemoRow], path: P
         image = Image.fromarray((tile * 255).astype(np.uint8))
         left = gap + i * (width + gap)
         sheet.paste(image.resize((width, height), Image.Resampling.NEAREST), (left, gap))
-        psnr = "reference" if np.isinf(row.psnr_db) else f"{row.psnr_db:.1f} dB"
+        psnr = "reference" if row.psnr_db is None else f"{row.psnr_db:.1f} dB"
         pen.text((left, height + gap + 4), f"{q}  {human_bytes(row.bytes)}  {psnr}", fill="black")
     sheet.save(path)
