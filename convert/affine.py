@@ -169,30 +169,15 @@ class _Workspace:
         np.rint(self.scaled, out=self.codes)
         np.clip(self.codes, 0, 2**bits - 1, out=self.codes)
 
-    def try_columns(self, columns: Array, fit: "_Fit", other: "_Fit", bits: int) -> "_Fit":
-        """Encode some groups with another fit, and keep it where that is better."""
-        if not len(columns):
-            return fit
-        weight, codes = self.weight[:, columns], self.codes[:, columns]
-        scale, bias = other[0][columns], other[1][columns]
-        tried = np.clip(np.rint((weight - bias) / scale), 0, 2**bits - 1)
-        error = _squares(weight - bias - tried * scale)
-        better = error < _squares(weight - fit[1][columns] - codes * fit[0][columns])
-        chosen = columns[better]
-        self.codes[:, chosen] = tried[:, better]
-        use = np.zeros(len(fit[0]), np.bool_)
-        use[chosen] = True
-        return np.where(use, other[0], fit[0]), np.where(use, other[1], fit[1])
-
     def error(self, fit: "_Fit") -> Floats:
         """Squared error (groups,) of the codes; `scaled` becomes the residual, in codes."""
+        self.subtract_codes()
+        squares: Floats = np.einsum("ij,ij->j", self.scaled, self.scaled)
+        return squares * fit[0] * fit[0]
+
+    def subtract_codes(self) -> None:
+        """`scaled` becomes the residual, in codes."""
         np.subtract(self.scaled, self.codes, out=self.scaled)
-        return _squares(self.scaled) * fit[0] * fit[0]
-
-
-def _squares(values: Floats) -> Floats:
-    squares: Floats = np.einsum("ij,ij->j", values, values)
-    return squares
 
 
 # Scale and bias of each group, (groups,) both.
@@ -222,62 +207,58 @@ def _fit(work: _Workspace, bits: int, rounding: _Rounding, method: str, exact: b
     if method == "rtn":
         work.encode(edges, bits)
         return rounding.nearest(edges[0]), edges[1]
-    if method == "search":
-        return _search(work, edges, bits, rounding)
-    return _widen(work, edges, bits, rounding) if bits == 8 else _refit(work, edges, bits, rounding)
+    if method == "refit" and bits <= 4:
+        return _refit(work, edges, bits, rounding)
+    return _compare(work, _candidates(work, edges, bits, rounding, method), bits)
 
 
 def _refit(work: _Workspace, edges: _Fit, bits: int, rounding: _Rounding) -> _Fit:
-    """What `mx.quantize` stores, or least squares from there: what is better, group by group.
+    """Least squares from what `mx.quantize` stores, where that is better with the same codes.
 
-    Where least squares are better with the same codes, encoding again can only help: these groups
-    need no second look. The others, a tenth at 4 bit, are compared by their errors.
+    Encoding again can only improve on these, so that errors need not be compared. At 5 bit and more
+    that would pass over groups which are better with other codes only.
     """
     scale, bias = start = rounding.nearest(edges[0]), edges[1]
     work.encode(start, bits)
-    np.subtract(work.scaled, work.codes, out=work.scaled)
+    work.subtract_codes()
     sums = _Sums.of(work)
     fitted = sums.least_squares(start, rounding)
     better = (sums.change(start, fitted) < 0) & (fitted[0] != 0)
     best = np.where(better, fitted[0], scale), np.where(better, fitted[1], bias)
     work.encode(best, bits)
-    return work.try_columns(np.flatnonzero(~better), best, fitted, bits)
+    return best
 
 
-def _widen(work: _Workspace, edges: _Fit, bits: int, rounding: _Rounding) -> _Fit:
-    """The scale rounded to nearest or away from zero: what is better, group by group.
-
-    At 8 bit what hurts is the rounding of the scale, not its value: rounded away from zero it never
-    clips the far edge.
-    """
-    scale, bias = start = rounding.nearest(edges[0]), edges[1]
-    work.encode(start, bits)
-    wider = rounding.away(edges[0])
-    return work.try_columns(np.flatnonzero(wider != scale), start, (wider, bias), bits)
-
-
-def _search(work: _Workspace, edges: _Fit, bits: int, rounding: _Rounding) -> _Fit:
-    """The best of many fits, by their squared error."""
-    fit = best = edges
-    least = np.full_like(fit[0], np.inf)
-    for fit in _candidates(work, edges, bits, rounding):
+def _compare(work: _Workspace, fits: Iterator[_Fit], bits: int) -> _Fit:
+    """Encode with each fit, and again with the best of each group, by its squared error."""
+    best = next(fits)
+    work.encode(best, bits)
+    least = work.error(best)
+    for fit in fits:
         work.encode(fit, bits)
         error = work.error(fit)
         better = error < least
         best = np.where(better, fit[0], best[0]), np.where(better, fit[1], best[1])
         least = np.where(better, error, least)
     work.encode(best, bits)
-    return rounding.nearest(best[0]), best[1]
+    return best
 
 
-def _candidates(work: _Workspace, edges: _Fit, bits: int, rounding: _Rounding) -> Iterator[_Fit]:
+def _candidates(
+    work: _Workspace, edges: _Fit, bits: int, rounding: _Rounding, method: str
+) -> Iterator[_Fit]:
     """Fits to try. Each is encoded before the next is asked for: least squares start from it.
 
-    The first is what `mx.quantize` stores, so no group ends worse.
+    The first is what `mx.quantize` stores, so no group ends worse. At 8 bit what hurts is the
+    rounding of the scale, not its value: rounded away from zero it never clips the far edge. Below
+    that the value counts, and least squares find a better one.
     """
     scale, bias = edges
-    starts = [((rounding.nearest(scale), bias), 3), ((rounding.away(scale), bias), 0)]
-    if bits < 8:
+    thorough = method == "search"
+    starts = [((rounding.nearest(scale), bias), 3 if thorough else int(bits < 8))]
+    if bits == 8 or thorough:
+        starts.append(((rounding.away(scale), bias), 0))
+    if thorough and bits < 8:
         starts += [((rounding.nearest(scale * c), rounding.nearest(bias * c)), 2) for c in _CLIPS]
     for fit, refits in starts:
         yield fit

@@ -124,9 +124,9 @@ class BlockReader:
 
         A piece is shorter where the file ends, and the last one is.
         """
-        direct = not self._is_cached(begin, end)
         for at in range(begin, end, self._size):
             wanted = min(self._size, end - at)
+            direct = not self._is_cached(at, at + wanted)
             skip = at % BLOCK if direct else 0
             # Whole blocks: what lies around the piece is read too.
             length = skip + wanted + -(skip + wanted) % BLOCK if direct else wanted

@@ -519,10 +519,10 @@ def _quantize_mx(
             part = mx.array(groups[start : start + _MX_CHUNK // group])
             part = part.view(mx.bfloat16) if part.dtype == mx.uint16 else part
             part = part.astype(getattr(mx, precision.dtype))
-            codes, fit = mx.quantize(part, group, precision.bits, precision.mode or "affine")
-            scales[done : done + len(part)] = np.asarray(fit).reshape(-1)
+            made = mx.quantize(part, group, precision.bits, precision.mode or "affine")
+            scales[done : done + len(part)] = np.asarray(made[1]).reshape(-1)
             done += len(part)
-            yield np.asarray(codes)
+            yield np.asarray(made[0])
 
 
 def _zeros(shape: tuple[int, ...], code: str) -> mx.array:
