@@ -16,6 +16,9 @@ Array = np.ndarray[Any, Any]
 EXACT_DB = 400.0  # `sqnr_db` of equal values, which have no finite one
 
 
+_PIECE = 1 << 20  # elements compared at a time, in float64
+
+
 @dataclass
 class Sums:
     """Running sums over pairs of arrays: everything the metrics need."""
@@ -29,10 +32,13 @@ class Sums:
     finite: bool = True
 
     def add(self, a: Any, b: Any) -> None:
-        """Compare `a` with the reference `b`, arrays of one shape."""
-        a, b = np.asarray(a, np.float64).ravel(), np.asarray(b, np.float64).ravel()
-        if not a.size:
-            return
+        """Compare `a` with the reference `b`, arrays of one shape; a piece at a time."""
+        a, b = np.asarray(a).ravel(), np.asarray(b).ravel()
+        for start in range(0, a.size, _PIECE):
+            piece = slice(start, start + _PIECE)
+            self._add(a[piece].astype(np.float64), b[piece].astype(np.float64))
+
+    def _add(self, a: Any, b: Any) -> None:
         gap = np.abs(a - b)
         self.finite = self.finite and bool(np.isfinite(a).all())
         self.difference += float(gap @ gap)
