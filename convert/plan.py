@@ -11,6 +11,7 @@ import numpy as np
 from mlxconv.runtime.program import Parameter
 
 from .checkpoint import Component, StoredTensor
+from .floats import KINDS, cast, count_not_finite
 from .quantization import (
     Decision,
     Policy,
@@ -32,12 +33,6 @@ _CODES = {
     "bool": "BOOL",
 }
 _INTEGERS = {"int64": "int32", "int16": "int32", "int8": "int32"}
-# Bits of a float that is NaN or infinite: (unsigned type, mask of everything but the sign, limit).
-_NOT_FINITE = {
-    "BF16": (np.uint16, 0x7FFF, 0x7F80),
-    "F16": (np.uint16, 0x7FFF, 0x7C00),
-    "F32": (np.uint32, 0x7FFFFFFF, 0x7F800000),
-}
 # Bytes read at a time, and worked on at a time, so that they stay in a core's cache.
 _READ = 4 << 20
 _CHUNK = 1 << 20
@@ -45,7 +40,11 @@ _CHUNK = 1 << 20
 
 @dataclass
 class Plan:
-    """What a component's weight files will hold. `not_finite` fills while they are written."""
+    """What a component's weight files will hold.
+
+    not_finite: fills while they are written, with how many values of a parameter are NaN or
+    infinite, in the checkpoint or since they were cast.
+    """
 
     groups: list[Group]
     decisions: dict[str, Decision]
@@ -116,8 +115,11 @@ def _group(
         return _quantized(name, stored, precision, method, count)
     code = _CODES[precision.dtype]
     output = Output(name, stored_shape(parameter), code)
-    if code == stored.dtype and parameter.kind not in ("conv", "conv_transpose"):
-        return pass_through(output, lambda: _checked(stored, count))
+    if parameter.kind not in ("conv", "conv_transpose"):
+        if code == stored.dtype:
+            return pass_through(output, lambda: _checked(stored, count))
+        if code in KINDS and stored.dtype in KINDS:
+            return pass_through(output, lambda: _cast(stored, code, count))
     return single(output, lambda: _converted(stored, parameter.kind, precision.dtype, count))
 
 
@@ -148,37 +150,36 @@ def from_stored(value: mx.array, kind: str) -> mx.array:
     return value.transpose(last, 0, *axes) if kind == "conv_transpose" else value
 
 
-def _checked(stored: StoredTensor, count: Callable[[int], None]) -> Iterator[memoryview]:
+def _read_chunks(stored: StoredTensor) -> Iterator[memoryview]:
     for read in stored.chunks(_READ):
-        for start in range(0, len(read), _CHUNK):
-            chunk = read[start : start + _CHUNK]
-            count(_count_not_finite(chunk, stored.dtype))
-            yield chunk
+        yield from (read[start : start + _CHUNK] for start in range(0, len(read), _CHUNK))
 
 
-def _count_not_finite(data: bytes | memoryview, code: str) -> int:
-    if code not in _NOT_FINITE:
-        return 0
-    kind, mask, limit = _NOT_FINITE[code]
-    bits = np.frombuffer(data, kind) & kind(mask)
-    return int(np.count_nonzero(bits >= limit)) if bits.size and bits.max() >= limit else 0
+def _checked(stored: StoredTensor, count: Callable[[int], None]) -> Iterator[memoryview]:
+    for chunk in _read_chunks(stored):
+        count(count_not_finite(chunk, stored.dtype))
+        yield chunk
 
 
-def _read(stored: StoredTensor, count: Callable[[int], None]) -> mx.array:
-    value = stored.read()
-    if mx.issubdtype(value.dtype, mx.floating):
-        code = {mx.float32: "F32", mx.float16: "F16"}.get(value.dtype, "BF16")
-        plain = value.view(mx.uint16) if code == "BF16" else value
-        count(_count_not_finite(array_bytes(plain), code))
-    return value
+def _cast(stored: StoredTensor, code: str, count: Callable[[int], None]) -> Iterator[memoryview]:
+    """Counted as written: float16 makes infinities of values over 65504."""
+    for chunk in _read_chunks(stored):
+        made = cast(chunk, stored.dtype, code)
+        count(count_not_finite(made, code))
+        yield made
 
 
 def _converted(
     stored: StoredTensor, kind: str, dtype: str, count: Callable[[int], None]
 ) -> mx.array:
-    return to_stored(_read(stored, count), kind).astype(
-        getattr(mx, dtype + "_" * (dtype == "bool"))
-    )
+    value = to_stored(stored.read(), kind).astype(getattr(mx, dtype + "_" * (dtype == "bool")))
+    count(_array_not_finite(value))
+    return value
+
+
+def _array_not_finite(value: mx.array) -> int:
+    codes = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16"}
+    return count_not_finite(array_bytes(value), codes.get(value.dtype, ""))
 
 
 def _quantized(
@@ -193,9 +194,11 @@ def _quantized(
     outputs = tuple(Output(f"{module}.{key}", *parts[key]) for key in parts)
 
     def produce() -> Iterable[Part]:
-        if stored.dtype in _NOT_FINITE:
+        if stored.dtype in KINDS:
             chunks = _checked(stored, count)
             return quantize_stream(stored.shape, stored.dtype, chunks, precision, method)
-        return quantize(_read(stored, count), precision, method).tensors().values()
+        weight = stored.read()
+        count(_array_not_finite(weight))
+        return quantize(weight, precision, method).tensors().values()
 
     return Group(outputs, produce, stored.size)

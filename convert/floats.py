@@ -1,0 +1,71 @@
+"""Floats as safetensors stores them, chunk by chunk in numpy: cast, and what is not finite."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Safetensors dtype -> array type of its bytes; numpy has no bfloat16.
+KINDS: dict[str, np.dtype[Any]] = {
+    "BF16": np.dtype("<u2"),
+    "F16": np.dtype("<f2"),
+    "F32": np.dtype("<f4"),
+}
+# Bits of a float that is NaN or infinite: (unsigned type, mask of everything but the sign, limit).
+_NOT_FINITE = {
+    "BF16": (np.uint16, 0x7FFF, 0x7F80),
+    "F16": (np.uint16, 0x7FFF, 0x7C00),
+    "F32": (np.uint32, 0x7FFFFFFF, 0x7F800000),
+}
+
+
+def count_not_finite(data: memoryview, code: str) -> int:
+    """How many values are NaN or infinite; 0 for a dtype that is no float of 16 or 32 bit."""
+    if code not in _NOT_FINITE:
+        return 0
+    kind, mask, limit = _NOT_FINITE[code]
+    bits = np.frombuffer(data, kind) & kind(mask)
+    return int(np.count_nonzero(bits >= limit)) if bits.size and bits.max() >= limit else 0
+
+
+def cast(data: memoryview, source: str, target: str) -> memoryview:
+    """The bytes of the same values in another dtype of `KINDS`, rounded to nearest, ties to even.
+
+    What the target cannot hold becomes infinite.
+    """
+    with np.errstate(all="ignore"):
+        values = _FROM[source](np.frombuffer(data, KINDS[source]))
+        return memoryview(_TO[target](values).view(np.uint8))  # type: ignore[arg-type]
+
+
+_Floats = NDArray[np.float32]
+
+
+def _from_bfloat(bits: NDArray[np.uint16]) -> _Floats:
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _to_bfloat(values: _Floats) -> NDArray[np.uint16]:
+    bits = values.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
+    if np.isnan(values.max(initial=-np.inf)):
+        # Rounding could carry into the exponent, and cutting could leave an infinity.
+        rounded = np.where(np.isnan(values), (bits >> 16) | 0x40, rounded)
+    return rounded.astype(np.uint16)
+
+
+def _to_single(values: NDArray[np.float16]) -> _Floats:
+    return values.astype(np.float32)
+
+
+_FROM: dict[str, Callable[..., _Floats]] = {
+    "BF16": _from_bfloat,
+    "F16": _to_single,
+    "F32": np.asarray,
+}
+_TO: dict[str, Callable[[_Floats], NDArray[np.generic]]] = {
+    "BF16": _to_bfloat,
+    "F16": lambda values: values.astype(np.float16),
+    "F32": np.ascontiguousarray,
+}

@@ -1,0 +1,73 @@
+"""What is written for a parameter: the values of its tensor, counted where they are not finite."""
+
+import json
+import math
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from mlxconv.convert.checkpoint import Component, open_checkpoint
+from mlxconv.convert.floats import cast, count_not_finite
+from mlxconv.convert.plan import Plan, make_plan
+from mlxconv.convert.quantization import Policy, parse_precision
+from mlxconv.convert.writer import array_bytes, read_back, write_weights
+from mlxconv.runtime.program import Parameter
+
+CODES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+
+
+def every_scale() -> mx.array:
+    """Normal, subnormal, huge and halfway float32 values of both signs, and what is not finite."""
+    bits = np.random.default_rng(0).integers(0, 2**32, 20_000, np.uint32)
+    bits[:4000] &= np.uint32(0xFFFF8000)  # halfway between two bfloat16
+    bits[4000:8000] = (bits[4000:8000] & np.uint32(0x80000FFF)) | np.uint32(0x33000000)
+    bits[8000:8006] = (0, 0x80000000, 0x7F800000, 0xFF800000, 0x7F800001, 0x477FF000)
+    return mx.array(bits).view(mx.float32)
+
+
+@pytest.mark.parametrize("source", CODES)
+@pytest.mark.parametrize("target", CODES)
+def test_a_cast_is_that_of_mlx(source: str, target: str) -> None:
+    values = every_scale().astype(CODES[source])
+    result = cast(array_bytes(values), source, target)
+    expected = values.astype(CODES[target])
+    kind = np.uint32 if target == "F32" else np.uint16
+    same = np.frombuffer(result, kind) == np.frombuffer(array_bytes(expected), kind)
+    assert (same | np.array(mx.isnan(expected))).all()
+    assert count_not_finite(result, target) == int((~mx.isfinite(expected)).sum())
+
+
+def planned(folder: Path, weight: np.ndarray, q: str, kind: str = "linear") -> Plan:
+    save_file({"x.weight": weight}, folder / "diffusion_pytorch_model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"_class_name": "Any"}))
+    component: Component = next(iter(open_checkpoint(folder).components.values()))
+    parameter = Parameter(weight.shape, "compute", kind)
+    found = {"x.weight": "x.weight"}
+    return make_plan(component, {"x.weight": parameter}, found, Policy(parse_precision(q)), "refit")
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_values_that_overflow_in_float16_are_counted(tmp_path: Path, kind: str) -> None:
+    weight = np.ones((4, 64, 1), np.float32)[:, :, 0 if kind == "linear" else slice(None)]
+    weight[0, 0], weight[3, 5], weight[2, 1] = 1e5, -7e4, 65504
+    plan = planned(tmp_path, np.ascontiguousarray(weight), "fp16", kind)
+
+    write_weights(tmp_path, "out", plan.groups)
+
+    assert plan.not_finite == {"x.weight": 2}
+    assert plan.nbytes == 4 * 64 * 2
+
+
+@pytest.mark.parametrize("q", ["fp32", "bf16", "4bit", "mxfp8"])
+def test_what_the_checkpoint_has_of_nan_and_infinity_is_counted(tmp_path: Path, q: str) -> None:
+    weight = np.ones((2, 64), np.float32)
+    weight[0, 3], weight[1, 60:] = math.nan, -math.inf
+    plan = planned(tmp_path, weight, q)
+
+    write_weights(tmp_path, "out", plan.groups)
+
+    assert plan.not_finite == {"x.weight": 5}
+    read_back(tmp_path, "out")
