@@ -29,12 +29,18 @@ def linear(x: mx.array, weight: Any, bias: mx.array | None = None) -> mx.array:
 
 @op
 def linears(x: mx.array, weights: Sequence[Any], biases: Sequence[Any]) -> list[mx.array]:
-    """Several `linear` over one input. The executor may hold them as one stacked weight."""
-    stacked = getattr(weights, "stacked", None)
+    """Several `linear` over one input. The executor may hold them as one stacked weight.
+
+    Weights of different makes are held apart, and so are biases; one may be stacked, the other not.
+    """
+    stacked, bias = getattr(weights, "stacked", None), getattr(biases, "stacked", None)
     if stacked is None:
-        return [linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
-    y = linear(x, stacked, getattr(biases, "stacked", None))
-    return list(mx.split(y, weights.bounds, axis=-1))  # type: ignore[attr-defined]
+        apart = biases if bias is None else mx.split(bias, biases.bounds)  # type: ignore[attr-defined]
+        return [linear(x, w, b) for w, b in zip(weights, apart, strict=True)]
+    parts = mx.split(linear(x, stacked, bias), weights.bounds, axis=-1)  # type: ignore[attr-defined]
+    if bias is not None:
+        return list(parts)
+    return [y if b is None else y + b for y, b in zip(parts, biases, strict=True)]
 
 
 @op
