@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
 
 from mlxconv.runtime.errors import MlxconvError
@@ -83,18 +84,30 @@ def lower(traced: Traced, compute: torch.dtype = torch.bfloat16) -> Lowered:
         if node.op == "call_function" and not _is_ignored(node):
             env[node.name] = _lower_node(builder, node, env)
         elif node.op == "output":
-            outputs = tuple(_read(a, env) for a in pytree.tree_leaves(node.args[0]))
+            outputs = _user_outputs(traced, node, env)
     _annotate(builder)
     entry = Entry(
         builder.nodes,
-        tuple(a for a in outputs if a is not None),
+        outputs,
         _tap_names(builder),
         traced.program,
         tuple(inputs),
         dict(traced.fixed),
         literals,
     )
-    return Lowered(entry, *_used_weights(builder, traced))
+    return Lowered(entry, *_used_weights(entry, builder.kinds, traced))
+
+
+def _user_outputs(traced: Traced, node: fx.Node, env: Mapping[str, Arg]) -> tuple[Arg, ...]:
+    """What the method returns, without the inputs and buffers that it changed on the way."""
+    specs = traced.exported.graph_signature.output_specs
+    leaves = pytree.tree_leaves(node.args[0])
+    values = (
+        _read(leaf, env)
+        for leaf, spec in zip(leaves, specs, strict=True)
+        if spec.kind is OutputKind.USER_OUTPUT
+    )
+    return tuple(value for value in values if value is not None)
 
 
 def _kinds(graph: fx.Graph, lifted: Mapping[str, str]) -> dict[str, str]:
@@ -116,9 +129,8 @@ def _kind_of_use(node: fx.Node, user: fx.Node) -> str:
     packet = target_name(user.target).rsplit(".", 1)[0]
     if packet == "linear":
         return "linear"
-    if packet in ("conv1d", "conv2d", "conv3d", "convolution"):
-        transposed = packet == "convolution" and bool(user.args[6])
-        return "conv_transpose" if transposed else "conv"
+    if packet in ("conv1d", "conv2d", "conv3d"):
+        return "conv"
     return "conv_transpose" if packet.startswith("conv_transpose") else "other"
 
 
@@ -160,8 +172,6 @@ def _lower_node(builder: Builder, node: fx.Node, env: Mapping[str, Arg]) -> Arg:
     assert name is not None
     try:
         result = TABLE[name](builder, *args, **kwargs)
-    except MlxconvError:
-        raise
     except Exception as error:
         raise MlxconvError(
             f"{module_path(node) or '(root)'}: cannot lower {target_name(node.target)} "
@@ -193,12 +203,14 @@ def _tap_names(builder: Builder) -> dict[str, tuple[str, ...]]:
     return names
 
 
-def _used_weights(builder: Builder, traced: Traced) -> tuple[dict[str, Parameter], tuple[str, ...]]:
-    used = sorted({w for node in builder.nodes for w in weights(node.args.values())})
-    parameters = {}
-    for name in used:
-        if name in traced.parameters:
-            found = traced.parameters[name]
-            kind = builder.kinds.get(name, "other")
-            parameters[name] = Parameter(found.shape, found.dtype, kind)
-    return parameters, tuple(name for name in used if name not in traced.parameters)
+def _used_weights(
+    entry: Entry, kinds: Mapping[str, str], traced: Traced
+) -> tuple[dict[str, Parameter], tuple[str, ...]]:
+    args = [*entry.outputs, *(arg for node in entry.nodes for arg in node.args.values())]
+    used = sorted(set(weights(args)))
+    parameters = {
+        name: Parameter(found.shape, found.dtype, kinds.get(name, "other"))
+        for name in used
+        if (found := traced.parameters.get(name))
+    }
+    return parameters, tuple(name for name in used if name not in parameters)

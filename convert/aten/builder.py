@@ -78,17 +78,23 @@ class Builder:
 
     def _append(self, op: str, count: int, args: dict[str, Arg]) -> tuple[Ref, ...]:
         assert self.current is not None
-        names = tuple(f"v{self._count + i}" for i in range(count))
-        self._count += count
+        names = tuple(self._fresh() for _ in range(count))
         self.nodes.append(Node(op, names, args, module_path(self.current)))
         return tuple(Ref(name) for name in names)
+
+    def _fresh(self) -> str:
+        """A name that neither an input nor another node has."""
+        while True:
+            name, self._count = f"v{self._count}", self._count + 1
+            if name not in self.meta:
+                return name
 
     def dtype_name(self, dtype: torch.dtype) -> str:
         """`compute` for the traced precision, else the dtype's own name."""
         if dtype == self.compute:
             return "compute"
         if dtype not in _DTYPES:
-            raise MlxconvError(f"{module_path(self.current)}: dtype {dtype} is not supported")
+            raise MlxconvError(f"dtype {dtype} is not supported")
         return _DTYPES[dtype]
 
     def value(self, arg: Arg) -> Any:

@@ -5,7 +5,7 @@ import torch
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program import Arg
 
-from .builder import TABLE, Builder, Lowering, lowers, shape_of
+from .builder import Builder, Lowering, lowers, shape_of
 
 
 @lowers("_to_copy", "type_as")
@@ -19,10 +19,7 @@ def _copy(b: Builder, x: Arg, source: Arg) -> Arg:
     return b.cast(b.note(y, b.value(source).expand(b.value(x).shape)), b.result.dtype)
 
 
-@lowers(
-    "contiguous", "clone", "detach", "alias", "lift_fresh_copy", "dropout", "feature_dropout",
-    "alpha_dropout", "positive",
-)  # fmt: skip
+@lowers("clone", "detach")
 def _same(b: Builder, x: Arg, *args: Arg, **kwargs: Arg) -> Arg:
     return x
 
@@ -61,9 +58,6 @@ def _part(op: str) -> Lowering:
     return row
 
 
-TABLE["real"], TABLE["imag"] = _part("real"), _part("imag")
-
-
 def _is_complex(b: Builder, x: Arg) -> bool:
     value = b.value(x)
     return isinstance(value, torch.Tensor) and value.is_complex()
@@ -74,7 +68,7 @@ def _view_as_real(b: Builder, x: Arg) -> Arg:
     return b.emit("stack", xs=(_part("real")(b, x), _part("imag")(b, x)), axis=-1)
 
 
-@lowers("_conj", "conj_physical", "_conj_physical")
+@lowers("_conj", "_conj_physical")
 def _conj(b: Builder, x: Arg) -> Arg:
     return b.emit("conjugate", x=x) if _is_complex(b, x) else x
 

@@ -27,9 +27,12 @@ _FLOATING = {
 }
 # Ops that do nothing to integers.
 _ROUNDING = {"floor": "floor", "ceil": "ceil", "trunc": "trunc", "fix": "trunc"}
-_PLAIN = {
-    name: name for name in "neg square abs sign isnan isinf isfinite real imag relu silu".split()
-} | {"negative": "neg", "absolute": "abs", "sgn": "sign", "hardswish": "hard_swish"}
+_PLAIN = {name: name for name in "neg square abs sign isnan isinf isfinite relu silu".split()} | {
+    "negative": "neg",
+    "absolute": "abs",
+    "sgn": "sign",
+    "hardswish": "hard_swish",
+}
 
 
 def _plain(op: str) -> Lowering:

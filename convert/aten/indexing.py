@@ -28,11 +28,6 @@ def _slice(
     return b.emit("slice", x=x, axis=dim, start=start, stop=stop, step=step)
 
 
-@lowers("narrow")
-def _narrow(b: Builder, x: Arg, dim: int, start: Arg, length: Arg) -> Arg:
-    return b.emit("slice", x=x, axis=dim, start=start, stop=plus(b, start, length), step=1)
-
-
 @lowers("slice_scatter")
 def _slice_scatter(
     b: Builder, x: Arg, source: Arg, dim: int = 0, start: Arg = None, end: Arg = None, step: Arg = 1
@@ -63,11 +58,6 @@ def _split(b: Builder, x: Arg, sizes: Arg, dim: int = 0) -> Arg:
     if isinstance(sizes, tuple):
         return _pieces(b, "split", x=x, sizes=sizes, axis=dim)
     return _pieces(b, "split_every", x=x, size=sizes, axis=dim)
-
-
-@lowers("chunk")
-def _chunk(b: Builder, x: Arg, chunks: Arg, dim: int = 0) -> Arg:
-    return _pieces(b, "chunk", x=x, chunks=chunks, axis=dim)
 
 
 @lowers("unbind")

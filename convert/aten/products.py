@@ -23,7 +23,7 @@ def _addmm(b: Builder, c: Arg, x: Arg, y: Arg, *, beta: Arg = 1, alpha: Arg = 1)
     return b.emit("addmm", c=c, a=x, b=y, alpha=alpha, beta=beta)
 
 
-@lowers("outer", "ger")
+@lowers("outer")
 def _outer(b: Builder, x: Arg, y: Arg) -> Arg:
     left = b.emit("expand_dims", x=x, axis=-1)
     return b.emit("mul", a=left, b=b.emit("expand_dims", x=y, axis=0))

@@ -9,7 +9,7 @@ from .builder import TABLE, Builder, Lowering, lowers, per_axis, shape_of, size_
 # ---- views --------------------------------------------------------------------------------------
 
 
-@lowers("reshape", "view", "_unsafe_view")
+@lowers("view", "_unsafe_view")
 def _reshape(b: Builder, x: Arg, shape: Sequence[Arg]) -> Arg:
     """A -1 is written out where the trace knows the size: MLX cannot infer it for no elements."""
     result = b.result.shape
@@ -17,22 +17,7 @@ def _reshape(b: Builder, x: Arg, shape: Sequence[Arg]) -> Arg:
     return b.emit("reshape", x=x, shape=sizes)
 
 
-@lowers("flatten")
-def _flatten(b: Builder, x: Arg, start: int = 0, end: int = -1) -> Arg:
-    rank = b.rank(x)
-    if rank == 0:
-        return b.emit("reshape", x=x, shape=(1,))
-    shape = shape_of(b, x)
-    return b.emit("reshape", x=x, shape=(*shape[: start % rank], -1, *shape[end % rank + 1 :]))
-
-
-@lowers("unflatten")
-def _unflatten(b: Builder, x: Arg, dim: int, sizes: Sequence[Arg]) -> Arg:
-    shape, dim = shape_of(b, x), dim % b.rank(x)
-    return b.emit("reshape", x=x, shape=(*shape[:dim], *sizes, *shape[dim + 1 :]))
-
-
-@lowers("expand", "broadcast_to")
+@lowers("expand")
 def _expand(b: Builder, x: Arg, shape: Arg, *, implicit: bool = False) -> Arg:
     return b.emit("broadcast", x=x, shape=shape)
 

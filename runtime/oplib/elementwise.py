@@ -255,9 +255,9 @@ def size_ceil(x: Number) -> int:
 
 
 @op
-def size_sqrt(x: Number) -> float:
-    """Square root of a computed size."""
-    return math.sqrt(x)
+def size_round(x: Number) -> int:
+    """The whole number next to a computed size; halves go to the even one."""
+    return round(x)
 
 
 @op

@@ -1,7 +1,7 @@
 """A harness for op tests: a table of torch functions, exported, lowered, interpreted, compared.
 
 Every row is traced once, in bf16, and its program runs twice: `compute` as bf16 against torch in
-bf16, and `compute` as fp32 against torch in fp32. Rows are exported a dozen at a time, because
+bf16, and `compute` as fp32 against torch in fp32. Rows are exported many at a time, because
 `run_decompositions` takes 0.1 s whatever the graph; a row that breaks is tried again alone.
 """
 
@@ -22,7 +22,7 @@ from mlxconv.convert.tracing import Traced, TracedInput, TracedParameter
 from mlxconv.runtime.ops import OPS, dtype_of
 from mlxconv.runtime.program import Ref, Weight
 
-BATCH = 12
+BATCH, FREE_BATCH = 40, 4
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 5e-6, "bf16": 2**-7}
 
@@ -219,10 +219,10 @@ def program(rows: tuple[Row, ...]) -> Program:
 
 
 def batches(rows: Iterable[Row]) -> Iterator[tuple[Row, ...]]:
-    """Rows in the groups that are traced together: those of free sizes alone."""
-    fixed = [one for one in rows if not one.others]
-    yield from (tuple(fixed[k : k + BATCH]) for k in range(0, len(fixed), BATCH))
-    yield from ((one,) for one in rows if one.others)
+    """Rows in the groups that are traced together."""
+    fixed, free_ones = [r for r in rows if not r.others], [r for r in rows if r.others]
+    for group, size in ((fixed, BATCH), (free_ones, FREE_BATCH)):
+        yield from (tuple(group[k : k + size]) for k in range(0, len(group), size))
 
 
 @functools.cache
@@ -238,16 +238,16 @@ def outcome(rows: tuple[Row, ...], precision: str) -> list[list[Any]] | None:
 def check(table: tuple[Row, ...], one: Row, precision: str) -> None:
     """Assert that a row's program gives what torch gives, in one precision, at all its sizes."""
     batch = next(group for group in batches(table) if one in group)
+    if outcome(batch, precision) is None:
+        batch = (one,)
+    k, compute = batch.index(one), PRECISIONS[precision]
     together = outcome(batch, precision)
-    compute = PRECISIONS[precision]
-    if together is not None:
-        got = together[batch.index(one)]
-    else:
-        got = program((one,)).run(precision, [given(one, compute)])[0]
+    got = together[k] if together else program(batch).run(precision, [given(one, compute)])[0]
     compare(got, pytree.tree_leaves(one.function(*one.tensors(compute))), one, precision)
     for inputs in one.others:
-        (got,) = program((one,)).run(precision, [given(one, compute, inputs)])
+        groups = [given(r, compute, inputs if r is one else None) for r in batch]
         expected = one.function(*one.tensors(compute, inputs))
+        got = program(batch).run(precision, groups)[k]
         compare(got, pytree.tree_leaves(expected), one, precision)
 
 

@@ -337,6 +337,14 @@ DTYPES = (
     ).flatten(-2).type_as(x), f(2, 3, 8), f32(3, 4)),
 )  # fmt: skip
 
+
+def _checked(n: torch.Tensor) -> int:
+    value: int = n.item()  # type: ignore[assignment]
+    torch._check(value >= 0)
+    torch._check(value < 7)
+    return value
+
+
 FREE = (
     free("free add", lambda x, y: x + y, (f(3, 4), f(4)), (f(5, 2), f(2)), (f(1, 4), f(4))),
     free("free number times size", lambda x: x * x.shape[1], (f(2, 3),), (f(4, 5),)),
@@ -346,6 +354,22 @@ FREE = (
     free("free size arithmetic",
          lambda x: x.sum() + (x.shape[0] // 2 * 3 - x.shape[1] % 2 + x.shape[0] ** 2),
          (f(6, 5),), (f(9, 4),)),
+    free("free rounded sizes", lambda x: (x[: math.ceil(x.shape[0] / 2)],
+         x[: math.floor(x.shape[0] / 2)], x[: math.trunc(x.shape[0] * 0.7)],
+         x[: round(x.shape[0] / 2)]), (f(9, 2),), (f(5, 3),)),
+    free("free larger and smaller sizes", lambda x: (x[: torch.sym_max(x.shape[1] // 2, 2)],
+         x[: torch.sym_min(x.shape[1] // 2, 2)]), (f(9, 6),), (f(5, 3),)),
+    free("free float of a size", lambda x: x * torch.sym_float(x.shape[0]) ** -0.5 - x.shape[1],
+         (f(9, 6),), (f(5, 3),)),
+    free("free negative size", lambda x: x * -x.shape[0], (f(3, 2),), (f(5, 3),)),
+    free("free equal sizes", lambda x: (x * (x.shape[0] == x.shape[1]),
+         x * (x.shape[0] != x.shape[1])), (f(3, 2),), (f(4, 4),)),
+    free("free order of sizes", lambda x: (x * (x.shape[0] > x.shape[1]),
+         x * (x.shape[0] >= x.shape[1])), (f(3, 2),), (f(3, 4),)),
+    free("free item", lambda x, n: x * _checked(n), (f(3, 2), exact(2, "int64")),
+         (f(4, 3), exact(5, "int64"))),
+    free("free size as a tensor", lambda x: x * torch.tensor([x.shape[0], x.shape[1]]).sum(),
+         (f(3, 2),), (f(4, 5),)),
     free("free true division of sizes", lambda x: x * (x.shape[0] / x.shape[1]), (f(6, 4),),
          (f(2, 5),)),
 )  # fmt: skip
