@@ -14,7 +14,7 @@ demo: env
 	$(BIN)/mlxconv demo
 
 test: lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 lint: env
 	$(BIN)/ruff check src convert runtime tests

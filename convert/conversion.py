@@ -30,7 +30,7 @@ from .checkpoint import Component, open_checkpoint
 from .jobs import Job, Options, Run, bundle_bytes, prepare
 from .recipe import load_recipe_file
 from .report import ComponentReport, ConvertReport
-from .writer import MANIFEST, atomic_folder, read_back, write_weights
+from .writer import MANIFEST, atomic_folder, check_target, read_back, write_weights
 
 
 def convert(
@@ -54,6 +54,8 @@ def convert(
     run = Run(checkpoint, chosen, recipe)
     if progress:
         run.say = lambda text: print(text, file=sys.stderr, flush=True)
+    if not chosen.dry_run:
+        check_target(Path(out), chosen.force, checkpoint.path)
     jobs = prepare(run)
     gc.collect()
     needed = bundle_bytes(checkpoint, jobs)

@@ -35,8 +35,9 @@ from .report import human_bytes
 
 # What `target_size` chooses from, the most precise first.
 BY_PRECISION = ("bf16", "8bit", "6bit", "5bit", "4bit", "3bit", "2bit")
-# Bytes beside the tensors: of each one's entries in header and index, and of the other files.
-_ENTRY_BYTES, _OTHER_BYTES = 400, 64_000
+# Bytes beside the tensors: of each one's entries in header and index, beside three times its
+# name, and of the small files of a component.
+_ENTRY_BYTES, _OTHER_BYTES = 160, 16_000
 
 
 @dataclass(frozen=True)
@@ -250,8 +251,8 @@ def bundle_bytes(checkpoint: Checkpoint, jobs: Mapping[str, Job]) -> int:
 
 
 def _job_bytes(job: Job) -> int:
-    tensors = sum(len(group.outputs) for group in job.plan.groups)
-    total = job.plan.nbytes + _ENTRY_BYTES * tensors + _OTHER_BYTES
+    names = [output.name for group in job.plan.groups for output in group.outputs]
+    total = job.plan.nbytes + sum(3 * len(n) + _ENTRY_BYTES for n in names) + _OTHER_BYTES
     if job.compiled is not None:
         constants = sum(value.nbytes for value in job.compiled.constants.values())
         total += len(to_json(job.compiled.program).encode()) + constants

@@ -18,6 +18,8 @@ from .conversion import convert
 from .parity import verify
 from .recipe import Recipe
 
+PRECISIONS = ("fp32", "bf16", "4bit")
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -72,25 +74,30 @@ def _weights(name: str, shape: Sequence[int], generator: Any) -> Any:
 
 
 def measure(
-    recipe: Recipe, variant: str | None = None, precisions: Sequence[str] = ("fp32", "bf16", "4bit")
+    recipe: Recipe,
+    variant: str | None = None,
+    precisions: Sequence[str] = PRECISIONS,
+    folder: Path | None = None,
 ) -> Iterator[Measured]:
     """Convert the recipe's tiny checkpoint to each precision and verify it.
 
     No size is that of tracing; fp32 is verified at two of each, so that batches and aspect ratios
-    are seen to be free.
+    are seen to be free. The bundles are left in `folder`, by precision, when it is given.
     """
-    with tempfile.TemporaryDirectory(prefix="mlxconv-measure-") as name:
-        folder = Path(name)
-        source = tiny_checkpoint(recipe, variant, folder / "source")
-        for q in precisions:
-            report = convert(source, folder / q, q)
-            parity = verify(folder / q, source)
-            if q == "fp32":
-                parity.tiers += verify(folder / q, source, dims=_other_dims(recipe)).tiers
-            part = next(iter(report.components.values()))
-            rows = [row for row in parity.tiers if row.tier == "forward"]
-            problem = "; ".join(_problem(row) for row in parity.tiers if not row.passed)
-            yield _measured(recipe, variant, q, rows, part.quantized, parity.passed, problem)
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="mlxconv-measure-") as name:
+            yield from measure(recipe, variant, precisions, Path(name))
+        return
+    source = tiny_checkpoint(recipe, variant, folder / "source")
+    for q in precisions:
+        report = convert(source, folder / q, q)
+        parity = verify(folder / q, source)
+        if q == "fp32":
+            parity.tiers += verify(folder / q, source, dims=_other_dims(recipe)).tiers
+        part = next(iter(report.components.values()))
+        rows = [row for row in parity.tiers if row.tier == "forward"]
+        problem = "; ".join(_problem(row) for row in parity.tiers if not row.passed)
+        yield _measured(recipe, variant, q, rows, part.quantized, parity.passed, problem)
 
 
 def _other_dims(recipe: Recipe) -> dict[str, int]:

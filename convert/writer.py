@@ -395,7 +395,7 @@ def atomic_folder(
     `needed_bytes` free.
     """
     out = out.expanduser().resolve()
-    _check_target(out, force, source)
+    check_target(out, force, source)
     created = _make_parents(out.parent)
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
@@ -417,7 +417,9 @@ def atomic_folder(
         raise
 
 
-def _check_target(out: Path, force: bool, source: Path | None) -> None:
+def check_target(out: Path, force: bool, source: Path | None = None) -> None:
+    """MlxconvError when a bundle must not be written at `out`: see `atomic_folder`."""
+    out = out.expanduser().resolve()
     if source is not None:
         origin = source.expanduser().resolve()
         if out == origin or origin in out.parents:

@@ -1,0 +1,125 @@
+"""Every recipe, at every tiny configuration, held to one contract by the product's own means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+
+from mlxconv.convert.forwards import mlx_inputs
+from mlxconv.convert.measure import measure
+from mlxconv.convert.recipe import Recipe, all_recipes, example_inputs, load_recipe
+from mlxconv.convert.tracing import merged_config
+from mlxconv.runtime.bundle import LoadedComponent, load_component, open_bundle
+from mlxconv.runtime.program import from_json, to_json, validate
+
+from ..bundles import PROGRAM
+from ..conftest import Bundles
+
+EXACT = 1e-5
+# FLUX multiplies the timestep by 1000 and takes sines of it: arguments of some hundreds in fp32.
+LOOSE = {"FluxTransformer2DModel": 5e-5, "Flux2Transformer2DModel": 5e-5}
+# Tensors that the forward of the class computes with and then drops.
+DEAD = {
+    "QwenImageTransformer2DModel": (
+        "transformer_blocks.1.attn.to_add_out.", "transformer_blocks.1.txt_mlp.",
+    )
+}  # fmt: skip
+CASES = [(name, v) for name, recipe in all_recipes().items() for v in (None, *recipe.tiny_variants)]
+IDS = [f"{name}-{variant}" if variant else name for name, variant in CASES]
+PARAMETERS = [
+    pytest.param(*case, id=name, marks=pytest.mark.xdist_group(name))
+    for case, name in zip(CASES, IDS, strict=True)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("class_name", "variant"), PARAMETERS)
+def test_a_recipe_keeps_the_contract(class_name: str, variant: str | None, tmp_path: Path) -> None:
+    recipe = load_recipe(class_name)
+    measured = {m.q: m for m in measure(recipe, variant, folder=tmp_path)}
+    assert {q: m.problem for q, m in measured.items() if not m.passed} == {}
+    assert measured["fp32"].rel_l2 <= LOOSE.get(class_name, EXACT)
+    quantized = measured["4bit"]
+    if "Autoencoder" in class_name:
+        assert quantized.quantized == 0
+    else:
+        assert quantized.quantized > 0
+        assert quantized.runtime is not None
+        assert quantized.runtime <= 1e-4
+    for q in measured:
+        check_program(tmp_path / q, recipe)
+    check_stream(tmp_path / "bf16", recipe, variant)
+
+
+def check_program(bundle: Path, recipe: Recipe) -> None:
+    """Valid, the same after a round trip, no tensor left over, fixed only where it is declared."""
+    (name,) = open_bundle(bundle).manifest["components"]
+    text = (bundle / name / PROGRAM).read_text(encoding="utf-8")
+    program = from_json(text)
+    validate(program)
+    assert to_json(program) == text
+    unused = open_bundle(bundle).manifest["components"][name]["unused"]
+    assert [t for t in unused if not t.startswith(DEAD.get(recipe.class_name, ()))] == []
+    fixed = {dim.name for dim in recipe.dims.values() if dim.fixed}
+    assert {size for entry in program.entries for size in entry.sizes} <= fixed
+
+
+def check_stream(bundle: Path, recipe: Recipe, variant: str | None) -> None:
+    """The outputs of every block of a bf16 run are bf16."""
+    model = load_component(bundle)
+    for entry in model.program.entries:
+        inputs = inputs_of(recipe, entry.name, variant, torch.bfloat16, entry.sizes)
+        blocks = [p for p in model.executor.block_paths(entry.name) if p in entry.taps]
+        _, values = model.executor.run(entry.name, inputs, blocks)
+        others = {
+            path for path, found in values.items() if {v.dtype for v in found} != {mx.bfloat16}
+        }
+        assert others == set()
+
+
+def inputs_of(
+    recipe: Recipe, entry: str, variant: str | None, dtype: Any, dims: dict[str, int] | None = None
+) -> Any:
+    cls = getattr(__import__(recipe.library), recipe.class_name)
+    config = merged_config(cls, recipe.tiny_config(variant))
+    return mlx_inputs(example_inputs(recipe, entry, config, dims, seed=3, dtype=dtype))
+
+
+@pytest.fixture(scope="module")
+def flux(flux_bundle: Bundles) -> LoadedComponent:
+    return load_component(flux_bundle("fp32"))
+
+
+@pytest.mark.parametrize(
+    "path", ["transformer_blocks.1", "transformer_blocks.0.attn", "time_text_embed", "proj_out"]
+)
+def test_a_tap_gives_what_a_forward_hook_gives(
+    path: str, flux: LoadedComponent, flux_checkpoint: Path
+) -> None:
+    from diffusers import FluxTransformer2DModel
+
+    recipe = load_recipe("FluxTransformer2DModel")
+    config = merged_config(FluxTransformer2DModel, recipe.tiny_config())
+    inputs = example_inputs(recipe, "forward", config, seed=3, dtype=torch.float32)
+    module = FluxTransformer2DModel.from_pretrained(str(flux_checkpoint)).eval()
+    seen: list[Any] = []
+    module.get_submodule(path).register_forward_hook(lambda m, a, output: seen.append(output))
+    with torch.no_grad():
+        module(**inputs)
+    expected = seen[0] if isinstance(seen[0], tuple) else (seen[0],)
+    _, values = flux.executor.run("forward", mlx_inputs(inputs), taps=[path])
+    assert len(values[path]) == len(expected)
+    for value, wanted in zip(values[path], expected, strict=True):
+        np.testing.assert_allclose(np.array(value), wanted.numpy(), atol=2e-4, rtol=2e-4)
+
+
+def test_an_unknown_tap_is_an_error_that_names_it(flux: LoadedComponent) -> None:
+    recipe = load_recipe("FluxTransformer2DModel")
+    inputs = inputs_of(recipe, "forward", None, torch.float32)
+    with pytest.raises(Exception, match=r"no value is known at transformer_blocks\.7"):
+        flux.executor.run("forward", inputs, taps=["transformer_blocks.7"])
