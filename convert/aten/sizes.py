@@ -2,6 +2,7 @@
 
 import math
 import operator
+from collections.abc import Sequence
 
 import torch
 
@@ -46,8 +47,8 @@ for _python, _op in {
 
 
 @lowers("py.getitem")
-def _getitem(b: Builder, xs: Arg, index: int) -> Arg:
-    return xs[index] if isinstance(xs, tuple) else b.emit("item_of", xs=xs, index=index)
+def _getitem(b: Builder, xs: Sequence[Arg], index: int) -> Arg:
+    return xs[index]
 
 
 @lowers("sym_size.int")

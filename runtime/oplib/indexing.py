@@ -75,12 +75,6 @@ def unbind(x: mx.array, axis: int = 0) -> list[mx.array]:
 
 
 @op
-def item_of(xs: Sequence[Any], index: int) -> Any:
-    """One of several values."""
-    return xs[index]
-
-
-@op
 def take(x: mx.array, index: mx.array, axis: int) -> mx.array:
     """Slices of x along an axis; the axes of `index` take its place."""
     return mx.take(x, index, axis=axis)

@@ -10,6 +10,7 @@ from torch import nn
 from mlxconv.convert.aten.builder import row_name
 from mlxconv.convert.lowering import Lowered, lower, supported
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.ops import OPS
 
 from . import (
     test_lowering_elementwise,
@@ -28,6 +29,7 @@ TABLES = [
     test_lowering_shapes.ROWS,
 ]
 TESTED_HERE = {"mlxconv.tap"}
+REWRITTEN = {"linears", "modulated_norm", "rotary"}  # tests/runtime/test_ops.py has these
 
 
 class Holder(nn.Module):
@@ -60,6 +62,12 @@ def test_every_row_of_the_lowering_is_tested() -> None:
     graphs = [program(batch).traced for table in TABLES for batch in batches(table)]
     tested = {row_name(name) for traced in graphs for name in aten_names(traced)}
     assert set(supported()) - tested == TESTED_HERE
+
+
+def test_every_op_is_reached_or_tested_by_itself() -> None:
+    programs = [program(batch) for table in TABLES for batch in batches(table)]
+    reached = {node.op for one in programs for node in one.lowered.entry.nodes}
+    assert set(OPS) - reached == REWRITTEN
 
 
 def test_unknown_operations_are_listed_together_with_their_modules() -> None:
