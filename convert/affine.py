@@ -42,10 +42,10 @@ def quantize_affine(
     float32 for float32). Gives codes uint32 (groups, group * bits / 32), in one reused buffer:
     they are valid until the next are asked for.
     """
-    rounding, work, done = _ROUNDINGS[dtype], _Workspace(group), 0
-    words = np.empty((_block_groups(group), group * bits // 32), np.uint32)
+    rounding, work, done = _ROUNDINGS[dtype], Workspace(group), 0
+    words = np.empty((work.groups, group * bits // 32), np.uint32)
     with np.errstate(all="ignore"):
-        for source in _blocks(pieces, group):
+        for source in blocks(pieces, group):
             work.load(source)
             exact = _dtype_name(source) == dtype
             if method == "rtn" and not exact:
@@ -53,7 +53,7 @@ def quantize_affine(
             fit = _fit(work, bits, rounding, method, exact)
             block = slice(done, done + len(source))
             scales[block], biases[block] = (rounding.bits(part) for part in fit)
-            np.copyto(words[: len(source)], _pack(_integers(work, fit), bits))
+            np.copyto(words[: len(source)], pack(_integers(work, fit), bits))
             done = block.stop
             yield words[: len(source)]
 
@@ -62,7 +62,7 @@ def _dtype_name(weight: Array) -> str:
     return "bfloat16" if weight.dtype == np.uint16 else weight.dtype.name
 
 
-def _blocks(pieces: Iterable[Array], group: int) -> Iterator[Array]:
+def blocks(pieces: Iterable[Array], group: int) -> Iterator[Array]:
     """The groups (count, group) in order, as many at a time as fit the workspace."""
     step = _block_groups(group)
     for piece in pieces:
@@ -135,12 +135,14 @@ _ROUNDINGS = {
 # ------------------------------------------------------------------------------------- one block
 
 
-class _Workspace:
+class Workspace:
     """Buffers of one block, (group, groups): a group is a column, so that what is done to every
-    group is one operation on long contiguous rows."""
+    group is one operation on long contiguous rows. groups: the most that a block has.
+    """
 
     def __init__(self, group: int) -> None:
-        size = group * _block_groups(group)
+        self.groups = _block_groups(group)
+        size = group * self.groups
         self._buffers = [np.empty(size // 2, np.uint32), *np.empty((3, size), np.float32)]
         self.pairs, self.weight, self.scaled, self.codes = self._buffers
 
@@ -184,7 +186,7 @@ class _Workspace:
 _Fit = tuple[Floats, Floats]
 
 
-def _edges(work: _Workspace, bits: int, rounding: _Rounding, exact: bool) -> _Fit:
+def _edges(work: Workspace, bits: int, rounding: _Rounding, exact: bool) -> _Fit:
     """MLX's scale, not rounded yet, and bias (`quantize` in mlx/backend/cpu/quantized.cpp, 0.32).
 
     The bias is the group's edge of larger magnitude, and the scale makes zero a code. exact: the
@@ -201,7 +203,7 @@ def _edges(work: _Workspace, bits: int, rounding: _Rounding, exact: bool) -> _Fi
     return np.where(zero != 0, edge / zero, scale), np.where(zero != 0, edge, np.float32(0))
 
 
-def _fit(work: _Workspace, bits: int, rounding: _Rounding, method: str, exact: bool) -> _Fit:
+def _fit(work: Workspace, bits: int, rounding: _Rounding, method: str, exact: bool) -> _Fit:
     """Choose scale and bias, as they are stored, leaving their codes in the workspace."""
     edges = _edges(work, bits, rounding, exact)
     if method == "rtn":
@@ -212,7 +214,7 @@ def _fit(work: _Workspace, bits: int, rounding: _Rounding, method: str, exact: b
     return _compare(work, _candidates(work, edges, bits, rounding, method), bits)
 
 
-def _refit(work: _Workspace, edges: _Fit, bits: int, rounding: _Rounding) -> _Fit:
+def _refit(work: Workspace, edges: _Fit, bits: int, rounding: _Rounding) -> _Fit:
     """Least squares from what `mx.quantize` stores, where that is better with the same codes.
 
     Encoding again can only improve on these, so that errors need not be compared. At 5 bit and more
@@ -229,7 +231,7 @@ def _refit(work: _Workspace, edges: _Fit, bits: int, rounding: _Rounding) -> _Fi
     return best
 
 
-def _compare(work: _Workspace, fits: Iterator[_Fit], bits: int) -> _Fit:
+def _compare(work: Workspace, fits: Iterator[_Fit], bits: int) -> _Fit:
     """Encode with each fit, and again with the best of each group, by its squared error."""
     best = next(fits)
     work.encode(best, bits)
@@ -245,7 +247,7 @@ def _compare(work: _Workspace, fits: Iterator[_Fit], bits: int) -> _Fit:
 
 
 def _candidates(
-    work: _Workspace, edges: _Fit, bits: int, rounding: _Rounding, method: str
+    work: Workspace, edges: _Fit, bits: int, rounding: _Rounding, method: str
 ) -> Iterator[_Fit]:
     """Fits to try. Each is encoded before the next is asked for: least squares start from it.
 
@@ -278,7 +280,7 @@ class _Sums:
     products: Floats
 
     @staticmethod
-    def of(work: _Workspace) -> "_Sums":
+    def of(work: Workspace) -> "_Sums":
         """From a workspace whose `scaled` is the residual."""
         return _Sums(
             np.float32(len(work.codes)),
@@ -312,7 +314,7 @@ class _Sums:
         return gain
 
 
-def _integers(work: _Workspace, fit: _Fit) -> NDArray[np.uint32]:
+def _integers(work: Workspace, fit: _Fit) -> NDArray[np.uint32]:
     """The codes as uint32 (group, groups); 0 in groups of NaN or infinity."""
     if not np.isfinite(fit[0]).all() or not np.isfinite(fit[1]).all():
         np.nan_to_num(work.codes, copy=False, nan=0)
@@ -322,7 +324,7 @@ def _integers(work: _Workspace, fit: _Fit) -> NDArray[np.uint32]:
     return integers
 
 
-def _pack(codes: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:
+def pack(codes: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:
     """Codes (group, groups) to words (groups, group * bits / 32): an LSB-first bit stream.
 
     Overwrites `codes`: neighbours are merged in place until a field no longer fits into a word

@@ -46,7 +46,8 @@ def _from_bfloat(bits: NDArray[np.uint16]) -> _Floats:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def _to_bfloat(values: _Floats) -> NDArray[np.uint16]:
+def to_bfloat(values: _Floats) -> NDArray[np.uint16]:
+    """The bits of the nearest bfloat16, ties to even."""
     bits = values.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
     if np.isnan(values.max(initial=-np.inf)):
@@ -65,7 +66,7 @@ _FROM: dict[str, Callable[..., _Floats]] = {
     "F32": np.asarray,
 }
 _TO: dict[str, Callable[[_Floats], NDArray[np.generic]]] = {
-    "BF16": _to_bfloat,
+    "BF16": to_bfloat,
     "F16": lambda values: values.astype(np.float16),
     "F32": np.ascontiguousarray,
 }

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from mlxconv.runtime.errors import MlxconvError
 
 from .affine import AFFINE_BITS, METHODS, quantize_affine
+from .mx_formats import MX_FORMATS, quantize_mx
 
 AFFINE_GROUPS = (128, 64, 32)
 DEFAULT_GROUP = 64
-MX_FORMATS = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
 MODULATION_BITS = 8
 NVFP4_MAX_ERROR = 0.12
 
@@ -358,7 +358,7 @@ def quantize(weight: mx.array, precision: Precision, method: str = "refit") -> Q
     against `weight` is kept, so no group is worse than with "rtn".
     "search": the same with more iterations, and from a clipped range too.
 
-    Beyond the result it holds some 10 MB (affine) or 100 MB (mx formats), whatever the matrix.
+    Beyond the result it holds some 10 MB, whatever the matrix.
     A group with NaN or infinity gets a scale of NaN or infinity: it stays visible.
     """
     _check_quantizable(weight.shape, precision, method)
@@ -420,7 +420,7 @@ def _blocks(
 ) -> Iterator[NDArray[Any]]:
     """Codes (groups, words) block by block; scales (and biases) go into `fits`, one a group."""
     if precision.mode != "affine":
-        return _quantize_mx(pieces, fits[0], precision)
+        return quantize_mx(pieces, fits[0], precision.mode or "")
     return quantize_affine(
         pieces,
         *fits,
@@ -502,27 +502,6 @@ def guard_flush(weight: mx.array, precision: Precision) -> tuple[Precision, str 
         return precision, None
     fitted, why = fit_group(affine(4, dtype=precision.dtype), weight.shape[1])
     return fitted, "; ".join(filter(None, (f"nvfp4 would flush: error {error:.2f}", why)))
-
-
-# Elements a call: nvfp4 on CPU needs some 80 bytes an element beyond the result.
-_MX_CHUNK = 1 << 20
-
-
-def _quantize_mx(
-    pieces: Iterable[NDArray[Any]], scales: NDArray[Any], precision: Precision
-) -> Iterator[NDArray[Any]]:
-    """Codes (groups, words) and, in place, scales (groups,) by `mx.quantize`, a group a row."""
-    done, group = 0, precision.group_size or 1
-    for piece in pieces:
-        groups = piece.reshape(-1, group)
-        for start in range(0, len(groups), _MX_CHUNK // group):
-            part = mx.array(groups[start : start + _MX_CHUNK // group])
-            part = part.view(mx.bfloat16) if part.dtype == mx.uint16 else part
-            part = part.astype(getattr(mx, precision.dtype))
-            made = mx.quantize(part, group, precision.bits, precision.mode or "affine")
-            scales[done : done + len(part)] = np.asarray(made[1]).reshape(-1)
-            done += len(part)
-            yield np.asarray(made[0])
 
 
 def _zeros(shape: tuple[int, ...], code: str) -> mx.array:

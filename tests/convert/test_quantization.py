@@ -373,11 +373,33 @@ def test_a_group_with_nan_or_infinity_stays_visible_and_alone(method: str, bad: 
 
 
 @pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
-def test_mx_formats_in_row_chunks_equal_one_call(
-    mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mlxconv.convert.quantization._MX_CHUNK", 3 * 64)
-    weight = gaussian(7, 64)
+@pytest.mark.parametrize("std", [1e-30, 1e-5, 0.02, 1.0, 1e4, 1e30])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mx_formats_are_bit_identical_to_mlx(mode: str, std: float, dtype: str) -> None:
+    weight = gaussian(70, 192, std, dtype)
+    assert_equals_mlx(quantize(weight, parse_precision(mode)), weight)
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
+def test_mx_formats_equal_mlx_for_every_bfloat16_beside_many_others(mode: str) -> None:
+    """Every value, both signs, in groups whose largest is 1 to 2**15 times as large, or smaller."""
+    values = np.arange(1 << 15, dtype=np.uint16)[: 0x7F80 // 32 * 32].reshape(-1, 32)
+    larger = np.minimum(values + (np.arange(len(values))[:, None] % 16 << 7), 0x7F7F)
+    weight = values ^ (np.arange(32, dtype=np.uint16) % 2 << 15)
+    weight[:, 31], weight[:, 13] = larger[:, 31], larger[:, 0]
+    bits = mx.array(np.concatenate([weight, values]).astype(np.uint16))
+    assert_equals_mlx(
+        quantize(bits.view(mx.bfloat16), parse_precision(mode)), bits.view(mx.bfloat16)
+    )
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    "odd", [0.0, 1e-39, 1e-34, 3e38, float("inf"), -float("inf"), float("nan")]
+)
+def test_mx_formats_do_with_odd_values_what_mlx_does(mode: str, odd: float) -> None:
+    weight = gaussian(4, 64)
+    weight[1, 7], weight[2], weight[3, 32:] = odd, odd, -odd
     assert_equals_mlx(quantize(weight, parse_precision(mode)), weight)
 
 
