@@ -23,7 +23,6 @@ DTYPES: dict[str, mx.Dtype] = {
     "bool": mx.bool_,
     "complex64": mx.complex64,
 }
-_NUMPY = {"float64": np.float64, "float32": np.float32, "int32": np.int32, "bool": np.bool_}
 
 OPS: dict[str, Callable[..., Any]] = {}
 
