@@ -4,9 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := 2.13.0
-# On Linux the name and version alone may resolve to a CUDA build of several gigabytes; with this
-# index added the CPU build of the same version is preferred where it can be reached.
-TORCH_SPEC := torch==$(TORCH)
+# On Linux, PyPI's build of this version carries CUDA. Where PyTorch's own CPU wheels are within
+# reach, `make TORCH_INDEX=https://download.pytorch.org/whl/cpu test` takes those.
+TORCH_INDEX ?=
+TORCH_SPEC := torch==$(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
 .PHONY: demo test lint clean env
 
