@@ -12,21 +12,25 @@ KINDS: dict[str, np.dtype[Any]] = {
     "F16": np.dtype("<f2"),
     "F32": np.dtype("<f4"),
 }
-# Bits of a float that is NaN or infinite: (unsigned type, mask of everything but the sign, limit).
-_NOT_FINITE = {
-    "BF16": (np.uint16, 0x7FFF, 0x7F80),
-    "F16": (np.uint16, 0x7FFF, 0x7C00),
-    "F32": (np.uint32, 0x7FFFFFFF, 0x7F800000),
+# NaN and infinity have all exponent bits: (unsigned type, signed type, the exponent's bits).
+_EXPONENTS = {
+    "BF16": (np.uint16, np.int16, 0x7F80),
+    "F16": (np.uint16, np.int16, 0x7C00),
+    "F32": (np.uint32, np.int32, 0x7F800000),
 }
 
 
 def count_not_finite(data: memoryview, code: str) -> int:
     """How many values are NaN or infinite; 0 for a dtype that is no float of 16 or 32 bit."""
-    if code not in _NOT_FINITE:
+    if code not in _EXPONENTS or not len(data):
         return 0
-    kind, mask, limit = _NOT_FINITE[code]
-    bits = np.frombuffer(data, kind) & kind(mask)
-    return int(np.count_nonzero(bits >= limit)) if bits.size and bits.max() >= limit else 0
+    unsigned, signed, exponent = _EXPONENTS[code]
+    bits = np.frombuffer(data, unsigned)
+    sign = 1 << (8 * bits.itemsize - 1)
+    # The largest of the positive and of the negative values tell, without a temporary array.
+    if bits.view(signed).max() < exponent and bits.max() < exponent + sign:
+        return 0
+    return int(np.count_nonzero(bits & unsigned(exponent) == exponent))
 
 
 def cast(data: memoryview, source: str, target: str) -> memoryview:

@@ -50,11 +50,11 @@ def _quantize_block(work: Workspace, source: Array, words: Words, mode: str) -> 
     """Scales (groups,) of the source (groups, group), whose codes go into `words`."""
     bits = source if source.dtype == np.uint16 else to_bfloat(source.astype(np.float32))
     work.load(bits)
-    largest = _largest(work.pairs)
+    quotients, made = work.scaled.view(np.uint32), work.codes.view(np.uint32)
+    largest = _largest(work.pairs, made[: len(work.pairs)])
     codes, values = _scale_tables(mode)
     with np.errstate(all="ignore"):
         np.divide(work.weight, values[largest], out=work.scaled)
-    quotients, made = work.scaled.view(np.uint32), work.codes.view(np.uint32)
     if mode == "nvfp4":  # the others divide by powers of two: there is nothing to round
         _round(quotients, made)
     np.right_shift(quotients, np.uint32(16), out=quotients)
@@ -75,9 +75,9 @@ def _round(values: Words, spare: Words) -> None:
     np.add(values, np.uint32(0x7FFF), out=values)
 
 
-def _largest(pairs: Words) -> NDArray[np.uint16]:
+def _largest(pairs: Words, spare: Words) -> NDArray[np.uint16]:
     """The largest magnitude of each group, as bfloat16 bits: they order as the values do."""
-    halves = (pairs & _MAGNITUDES).view(np.uint16).max(axis=0)
+    halves = np.bitwise_and(pairs, _MAGNITUDES, out=spare).view(np.uint16).max(axis=0)
     largest: NDArray[np.uint16] = halves.reshape(-1, 2).max(axis=1)
     return largest
 

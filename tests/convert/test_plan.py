@@ -71,3 +71,12 @@ def test_what_the_checkpoint_has_of_nan_and_infinity_is_counted(tmp_path: Path, 
 
     assert plan.not_finite == {"x.weight": 5}
     read_back(tmp_path, "out")
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("code", CODES)
+def test_each_kind_of_value_that_is_not_finite_is_found(code: str, value: float) -> None:
+    largest = {"F32": 3.4028235e38, "F16": 65504.0, "BF16": 3.3895314e38}[code]
+    finite = mx.array([0.0, -0.0, largest, -largest]).astype(CODES[code])
+    assert count_not_finite(array_bytes(finite), code) == 0
+    assert count_not_finite(array_bytes(mx.array([value], CODES[code])), code) == 1
