@@ -25,20 +25,24 @@ SENTENCES = (
 
 @pytest.hookimpl(wrapper=True)  # before pytest-xdist's own hook, which reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """With pytest-xdist: a module's tests on one worker, where its fixtures are made once.
+    """With pytest-xdist: tests that share a fixture on one worker, where it is made once.
 
-    Tests that share nothing say so with a group of their own.
+    All others are handed out one by one, so that both workers end at about the same time.
     """
     for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(_group(item)))
+        group = _group(item)
+        if group and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(group))
     yield
 
 
-def _group(item: pytest.Item) -> str:
-    """The modules that use the shared bundles together, every other module by itself."""
-    shared = {"pipeline_checkpoint", "pipeline_bundle"} & set(getattr(item, "fixturenames", ()))
-    return "pipeline" if shared else item.path.stem
+def _group(item: pytest.Item) -> str | None:
+    """The users of the tiny pipeline together, other users of shared fixtures by module."""
+    used = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009, no public access
+    shared = {name for name, found in used.items() if found[-1].scope in ("session", "module")}
+    if {"pipeline_checkpoint", "pipeline_bundle"} & shared:
+        return "pipeline"
+    return item.path.stem if shared - {"tmp_path_factory", "one_thread"} else None
 
 
 @pytest.fixture(scope="session", autouse=True)
