@@ -1,8 +1,10 @@
 """Reductions, running sums and sorting. Sums in half precision are accumulated in fp32."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
+import numpy as np
 
 from .elementwise import in_fp32
 from .registry import OPS, Number, op
@@ -15,17 +17,28 @@ def _as_axes(axis: Axes) -> int | tuple[int, ...] | None:
     return (tuple(axis) or None) if isinstance(axis, Sequence) else axis
 
 
-def _reduction(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
+# MLX 0.32's CPU kernels now and then never return from a sum over an axis of length zero.
+_OF_NOTHING = {"sum": 0, "prod": 1, "mean": math.nan, "logsumexp": -math.inf, "any": 0, "all": 1}
+
+
+def _reduction(name: str) -> Callable[..., mx.array]:
+    function = getattr(mx, name)
+
     def reduce(x: mx.array, axis: Axes = None, keepdims: bool = False) -> mx.array:
-        return function(x, axis=_as_axes(axis), keepdims=keepdims)
+        if x.size == 0 and name in _OF_NOTHING:
+            shape = np.sum(np.empty(x.shape), axis=_as_axes(axis), keepdims=keepdims).shape
+            booleans = mx.bool_ if name in ("any", "all") else mx.int32
+            dtype = booleans if name in ("any", "all") or x.dtype == mx.bool_ else x.dtype
+            return mx.full(shape, _OF_NOTHING[name], dtype=dtype)
+        return function(x, axis=_as_axes(axis), keepdims=keepdims)  # type: ignore[no-any-return]
 
     return reduce
 
 
 for _name in ("max", "min", "any", "all"):
-    OPS[_name] = _reduction(getattr(mx, _name))
+    OPS[_name] = _reduction(_name)
 for _name in ("sum", "mean", "prod", "logsumexp"):
-    OPS[_name] = in_fp32(_reduction(getattr(mx, _name)))
+    OPS[_name] = in_fp32(_reduction(_name))
 
 
 @op
