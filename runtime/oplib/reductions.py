@@ -1,7 +1,6 @@
 """Reductions, running sums and sorting. Sums in half precision are accumulated in fp32."""
 
 import math
-import math
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
@@ -22,32 +21,24 @@ def _as_axes(axis: Axes) -> int | tuple[int, ...] | None:
 _OF_NOTHING = {"sum": 0, "prod": 1, "mean": math.nan, "logsumexp": -math.inf, "any": 0, "all": 1}
 
 
-def _reduction(
-    function: Callable[..., mx.array], of_nothing: float | None = None
-) -> Callable[..., mx.array]:
-    """`of_nothing` is the value over no elements: MLX's CPU kernels may never return from those."""
+def _reduction(name: str) -> Callable[..., mx.array]:
+    function = getattr(mx, name)
 
     def reduce(x: mx.array, axis: Axes = None, keepdims: bool = False) -> mx.array:
-        if x.size == 0 and of_nothing is not None:
-            return mx.full(_reduced(x.shape, axis, keepdims), of_nothing, dtype=x.dtype)
-        return function(x, axis=_as_axes(axis), keepdims=keepdims)
+        if x.size == 0 and name in _OF_NOTHING:
+            shape = np.sum(np.empty(x.shape), axis=_as_axes(axis), keepdims=keepdims).shape
+            booleans = mx.bool_ if name in ("any", "all") else mx.int32
+            dtype = booleans if name in ("any", "all") or x.dtype == mx.bool_ else x.dtype
+            return mx.full(shape, _OF_NOTHING[name], dtype=dtype)
+        return function(x, axis=_as_axes(axis), keepdims=keepdims)  # type: ignore[no-any-return]
 
     return reduce
 
 
-def _reduced(shape: Sequence[int], axis: Axes, keepdims: bool) -> tuple[int, ...]:
-    named = _as_axes(axis)
-    rank = len(shape)
-    axes = range(rank) if named is None else (named,) if isinstance(named, int) else named
-    gone = {a % rank for a in axes}
-    kept = (1 if i in gone else n for i, n in enumerate(shape))
-    return tuple(n for i, n in enumerate(kept) if keepdims or i not in gone)
-
-
-for _name, _nothing in {"max": None, "min": None, "any": 0.0, "all": 1.0}.items():
-    OPS[_name] = _reduction(getattr(mx, _name), _nothing)
-for _name, _nothing in {"sum": 0.0, "mean": math.nan, "prod": 1.0, "logsumexp": -math.inf}.items():
-    OPS[_name] = in_fp32(_reduction(getattr(mx, _name), _nothing))
+for _name in ("max", "min", "any", "all"):
+    OPS[_name] = _reduction(_name)
+for _name in ("sum", "mean", "prod", "logsumexp"):
+    OPS[_name] = in_fp32(_reduction(_name))
 
 
 @op
