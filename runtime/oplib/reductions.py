@@ -27,9 +27,9 @@ def _reduction(name: str) -> Callable[..., mx.array]:
     def reduce(x: mx.array, axis: Axes = None, keepdims: bool = False) -> mx.array:
         if x.size == 0 and name in _OF_NOTHING:
             shape = np.sum(np.empty(x.shape), axis=_as_axes(axis), keepdims=keepdims).shape
-            booleans = mx.bool_ if name in ("any", "all") else mx.int32
-            dtype = booleans if name in ("any", "all") or x.dtype == mx.bool_ else x.dtype
-            return mx.full(shape, _OF_NOTHING[name], dtype=dtype)
+            is_flag = name in ("any", "all")
+            dtype = mx.bool_ if is_flag else mx.int32 if x.dtype == mx.bool_ else x.dtype
+            return mx.full(shape, _OF_NOTHING[name]).astype(dtype)  # full ignores bool
         return function(x, axis=_as_axes(axis), keepdims=keepdims)  # type: ignore[no-any-return]
 
     return reduce
