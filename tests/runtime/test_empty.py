@@ -16,7 +16,8 @@ from mlxconv.runtime.ops import OPS
     [("sum", 0), ("prod", 1), ("mean", math.nan), ("logsumexp", -math.inf), ("any", 0), ("all", 1)],
 )
 @pytest.mark.parametrize(
-    ("axis", "keepdims", "shape"), [(1, False, (3, 2)), ((0, 1), True, (1, 1, 2)), (None, False, ())]
+    ("axis", "keepdims", "shape"),
+    [(1, False, (3, 2)), ((0, 1), True, (1, 1, 2)), (None, False, ())],
 )  # fmt: skip
 def test_a_reduction_of_nothing_has_its_neutral_value(
     op: str, value: float, axis: int | tuple[int, ...] | None, keepdims: bool,
