@@ -75,7 +75,7 @@ def lower(traced: Traced, compute: torch.dtype = torch.bfloat16) -> Lowered:
     missing = unsupported(graph)
     if missing:
         _refuse(traced.class_name, missing)
-    builder = Builder(compute, symbols=dict(traced.symbols))
+    builder = Builder(compute, symbols=dict(traced.symbols), repeated=traced.repeated)
     builder.kinds = _kinds(graph, traced.placeholders)
     env: dict[str, Arg] = {}
     inputs, literals = _bind_inputs(traced, builder, env)
@@ -86,9 +86,11 @@ def lower(traced: Traced, compute: torch.dtype = torch.bfloat16) -> Lowered:
         elif node.op == "output":
             outputs = _user_outputs(traced, node, env)
     _annotate(builder)
+    for written in builder.nodes:
+        written.args = {key: builder.resolve(arg) for key, arg in written.args.items()}
     entry = Entry(
         builder.nodes,
-        outputs,
+        tuple(builder.resolve(arg) for arg in outputs),
         _tap_names(builder),
         traced.program,
         tuple(inputs),
@@ -197,7 +199,7 @@ def _annotate(builder: Builder) -> None:
 def _tap_names(builder: Builder) -> dict[str, tuple[str, ...]]:
     names = {}
     for path, found in builder.taps.items():
-        values = [found[i] for i in sorted(found)]
+        values = [builder.resolve(found[i]) for i in sorted(found)]
         if values and all(isinstance(v, Ref) for v in values):
             names[path] = tuple(v.name for v in values if isinstance(v, Ref))
     return names

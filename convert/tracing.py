@@ -32,7 +32,9 @@ from torch.utils import _pytree as pytree
 
 from mlxconv.runtime.errors import MlxconvError
 
+from . import repeats
 from .recipe import Expression, ProgramRecipe, Recipe, evaluate, example_inputs, names_in, place
+from .repeats import Repeated, repeated_blocks
 
 _LIBRARY = torch.library.Library("mlxconv", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
@@ -114,6 +116,7 @@ class Traced:
     symbols: dict[str, str]
     fixed: dict[str, int]
     taps: tuple[Tap, ...] = field(default=())
+    repeated: dict[str, Repeated] = field(default_factory=dict)
 
 
 # --- the module -------------------------------------------------------------------------------
@@ -241,15 +244,21 @@ def trace(
     Raises MlxconvError where torch cannot export: it names the class, torch's reason and the
     source line.
     """
-    job = _job(cls, config, recipe, program, dims, dtype)
-    with _tracing(job.module), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return _traced(job, _export(job))
-        except MlxconvError:
-            raise
-        except Exception as error:
-            raise _refused(cls, program, error) from error
+    apart: set[str] | None = set()  # blocks that have to be traced each, None for all
+    while True:
+        job = _job(cls, config, recipe, program, dims, dtype)
+        with _tracing(job.module, apart) as stood_in, torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                return _traced(job, _export(job))
+            except MlxconvError:
+                raise
+            except repeats.Unrepeatable as found:
+                apart = {*(apart or ()), str(found)}
+            except Exception as error:
+                if not stood_in:
+                    raise _refused(cls, program, error) from error
+                apart = None  # blocks may need each other: once more, as they are
 
 
 @contextlib.contextmanager
@@ -264,13 +273,21 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _tracing(module: nn.Module) -> Iterator[None]:
-    """Taps in, sizes symbolic, and no garbage collection, which costs a tenth of the time."""
+def _tracing(module: nn.Module, apart: set[str] | None) -> Iterator[set[str]]:
+    """Taps in, blocks traced once (but for ``apart``), sizes symbolic, and no garbage collection.
+
+    Collecting costs a tenth of the time.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with _taps(module), _symbolic_builtins(module), _quiet():
-            yield
+        with (
+            repeats.traced_once(module, apart) as stood_in,
+            _taps(module),
+            _symbolic_builtins(module),
+            _quiet(),
+        ):
+            yield stood_in
     finally:
         if collecting:
             gc.enable()
@@ -507,8 +524,18 @@ def _traced(job: _Job, exported: ExportedProgram) -> Traced:
         **signature.inputs_to_buffers,
         **signature.inputs_to_lifted_tensor_constants,
     }
+    repeated = repeated_blocks(exported.graph, placeholders)
     used = {n.name for n in exported.graph.nodes if n.op == "placeholder" and n.users}
-    names = [name for node, name in placeholders.items() if name not in parameters and node in used]
+    later = tuple(
+        f"{node.args[1]}."
+        for node in exported.graph.nodes
+        if node.target is torch.ops.mlxconv.again.default
+    )
+    constants = {
+        name: _constant(job, exported, name)
+        for node, name in placeholders.items()
+        if name not in parameters and (node in used or name.startswith(later))
+    }
     inputs = _inputs(job, exported, set(placeholders))
     return Traced(
         class_name=type(job.module).__name__,
@@ -516,7 +543,7 @@ def _traced(job: _Job, exported: ExportedProgram) -> Traced:
         exported=exported,
         config=job.config,
         parameters=parameters,
-        constants={name: _constant(job, exported, name) for name in names},
+        constants=constants,
         placeholders=placeholders,
         inputs=inputs,
         outputs=_outputs(exported),
@@ -527,6 +554,7 @@ def _traced(job: _Job, exported: ExportedProgram) -> Traced:
             for node in exported.graph.nodes
             if node.target is torch.ops.mlxconv.tap.default
         ),
+        repeated=repeated,
     )
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,9 @@ import torch
 from torch import fx
 
 from mlxconv.runtime.errors import MlxconvError
-from mlxconv.runtime.program import Arg, Node, Ref, Weight
+from mlxconv.runtime.program import Arg, Node, Ref, Weight, substitute
+
+from ..repeats import Repeated
 
 Lowering = Callable[..., Arg]
 TABLE: dict[str, Lowering] = {}
@@ -65,7 +67,12 @@ class Builder:
     taps: dict[str, dict[int, Arg]] = field(default_factory=lambda: defaultdict(dict))
     meta: dict[str, Any] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
+    repeated: Mapping[str, Repeated] = field(default_factory=dict)
     current: fx.Node | None = None
+    _origins: list[fx.Node] = field(default_factory=list)
+    _entered: dict[str, dict[int, Ref]] = field(default_factory=lambda: defaultdict(dict))
+    _left: dict[str, dict[int, Arg]] = field(default_factory=lambda: defaultdict(dict))
+    _stands_for: dict[str, Arg] = field(default_factory=dict)
     _count: int = 0
 
     def emit(self, op: str, **args: Arg) -> Ref:
@@ -79,8 +86,13 @@ class Builder:
     def _append(self, op: str, count: int, args: dict[str, Arg]) -> tuple[Ref, ...]:
         assert self.current is not None
         names = tuple(self._fresh() for _ in range(count))
-        self.nodes.append(Node(op, names, args, module_path(self.current)))
+        self._add(Node(op, names, args, module_path(self.current)))
         return tuple(Ref(name) for name in names)
+
+    def _add(self, node: Node) -> None:
+        assert self.current is not None
+        self.nodes.append(node)
+        self._origins.append(self.current)
 
     def _fresh(self) -> str:
         """A name that neither an input nor another node has."""
@@ -88,6 +100,63 @@ class Builder:
             name, self._count = f"v{self._count}", self._count + 1
             if name not in self.meta:
                 return name
+
+    def enter(self, x: Arg, call: str, index: int) -> Arg:
+        """Input `index` of a block that is written again: a name of its own, until `resolve`."""
+        if call not in self.repeated:
+            return x
+        name = self._fresh()
+        self.meta[name] = self.value(x)
+        self._stands_for[name] = x
+        self._entered[call][index] = Ref(name)
+        return Ref(name)
+
+    def leave(self, x: Arg, call: str, index: int) -> Arg:
+        """Output `index` of a block."""
+        self._left[call][index] = x
+        return x
+
+    def again(self, inputs: Sequence[Arg], path: str, call: str) -> tuple[Arg, ...]:
+        """The nodes of a block once more, for the equal one at `path`: its outputs."""
+        block = self.repeated[call]
+        values: dict[str, Arg] = {
+            ref.name: inputs[index] for index, ref in self._entered[call].items()
+        }
+
+        def moved(name: str) -> str:
+            inner = name.startswith(f"{block.path}.") or name == block.path
+            return path + name[len(block.path) :] if inner else name
+
+        def read(item: Ref | Weight) -> Arg:
+            if isinstance(item, Ref):
+                if item.name in self._stands_for and item.name not in values:
+                    values[item.name] = substitute(self._stands_for[item.name], read)
+                return values.get(item.name, item)
+            if item.name in self.kinds:
+                self.kinds[moved(item.name)] = self.kinds[item.name]
+            self.meta[f"@{moved(item.name)}"] = self.meta.get(f"@{item.name}")
+            return Weight(moved(item.name))
+
+        for origin, node in list(zip(self._origins, self.nodes)):
+            if origin in block.nodes:
+                args = {key: substitute(arg, read) for key, arg in node.args.items()}
+                out = tuple(self._fresh() for _ in node.out)
+                values.update((old, Ref(new)) for old, new in zip(node.out, out))
+                self.meta.update((new, self.meta.get(old)) for old, new in zip(node.out, out))
+                self._add(Node(node.op, out, args, moved(node.module)))
+        for tapped, found in list(self.taps.items()):
+            if tapped.startswith(f"{block.path}."):
+                self.taps[moved(tapped)] = {i: substitute(x, read) for i, x in found.items()}
+        return tuple(substitute(x, read) for _, x in sorted(self._left[call].items()))
+
+    def resolve(self, arg: Arg) -> Arg:
+        """`arg` without the names that `enter` gave."""
+
+        def read(item: Ref | Weight) -> Arg:
+            known = isinstance(item, Ref) and item.name in self._stands_for
+            return substitute(self._stands_for[item.name], read) if known else item
+
+        return substitute(arg, read)
 
     def dtype_name(self, dtype: torch.dtype) -> str:
         """`compute` for the traced precision, else the dtype's own name."""

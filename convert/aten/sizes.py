@@ -62,6 +62,21 @@ def _tap(b: Builder, x: Arg, path: str, index: int) -> Arg:
     return x
 
 
+@lowers("mlxconv.enter")
+def _enter(b: Builder, x: Arg, call: str, index: int) -> Arg:
+    return b.enter(x, call, index)
+
+
+@lowers("mlxconv.leave")
+def _leave(b: Builder, x: Arg, call: str, index: int) -> Arg:
+    return b.leave(x, call, index)
+
+
+@lowers("mlxconv.again")
+def _again(b: Builder, inputs: Sequence[Arg], path: str, call: str) -> tuple[Arg, ...]:
+    return b.again(inputs, path, call)
+
+
 @lowers("item")
 def _item(b: Builder, x: Arg) -> Arg:
     return b.emit("item", x=x)

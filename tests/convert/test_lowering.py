@@ -28,7 +28,7 @@ TABLES = [
     test_lowering_reductions.ROWS,
     test_lowering_shapes.ROWS,
 ]
-TESTED_HERE = {"mlxconv.tap"}
+TESTED_HERE = {f"mlxconv.{mark}" for mark in ("tap", "enter", "leave", "again")}
 REWRITTEN = {"linears", "modulated_norm", "rotary"}  # tests/runtime/test_ops.py has these
 
 

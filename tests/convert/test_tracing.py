@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from mlxconv.convert import repeats
 from mlxconv.convert.recipe import ProgramRecipe, all_recipes, example_inputs, load_recipe
 from mlxconv.convert.tracing import Traced, build_module, merged_config, trace
 from mlxconv.runtime.errors import MlxconvError
@@ -58,8 +59,11 @@ def real(name: str, variant: str | None) -> nn.Module:
 
 @functools.cache
 def traced(name: str, variant: str | None, program: str) -> Traced:
+    """Every block traced, for torch to run: it cannot write a block again (test_repeats.py)."""
     cls, config = getattr(diffusers, name), shallow(name, variant)
-    return trace(cls, config, load_recipe(name), program, dtype=torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(repeats, "equal_members", lambda module: {})
+        return trace(cls, config, load_recipe(name), program, dtype=torch.float32)
 
 
 def run(module: nn.Module, program: ProgramRecipe, kwargs):

@@ -1,0 +1,328 @@
+"""Repeated blocks are traced once; each later one is a single node of the graph.
+
+The members of a model's module lists mostly differ in nothing but their weights: same classes,
+same settings, same shapes. The first one that is called with given arguments is traced; where an
+equal one is called with like arguments the graph gets one ``mlxconv.again`` node. The lowering
+writes the first one's program nodes again in its place. So the time and the memory of a trace
+depend on how many *kinds* of blocks a model has, not on how deep it is.
+
+``enter`` and ``leave`` mark what goes into and comes out of a block that stands for others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import hashlib
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+_LIBRARY = torch.library.Library("mlxconv", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _schema in (
+    "enter(Tensor x, str call, int index) -> Tensor",
+    "leave(Tensor x, str call, int index) -> Tensor",
+    "again(Tensor[] inputs, str path, str call) -> Tensor[]",
+):
+    _LIBRARY.define(_schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
+for _mark in ("enter", "leave"):
+    _LIBRARY.impl(  # type: ignore[no-untyped-call]
+        _mark, lambda x, call, index: x.clone(), "CompositeExplicitAutograd"
+    )
+
+
+@torch.library.register_fake("mlxconv::enter", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+@torch.library.register_fake("mlxconv::leave", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _mark_fake(x: torch.Tensor, call: str, index: int) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake("mlxconv::again", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _again_fake(inputs: list[torch.Tensor], path: str, call: str) -> list[torch.Tensor]:
+    return [output.like(inputs) for output in _OUTPUTS[call]]
+
+
+@dataclass(frozen=True)
+class _Output:
+    """A tensor that a block computes: each size a number, or that of an input's axis."""
+
+    sizes: tuple[int | tuple[int, int], ...]
+    dtype: torch.dtype
+
+    def like(self, inputs: list[torch.Tensor]) -> torch.Tensor:
+        sizes = [n if isinstance(n, int) else inputs[n[0]].shape[n[1]] for n in self.sizes]
+        return inputs[0].new_empty(sizes, dtype=self.dtype)
+
+
+_OUTPUTS: dict[str, tuple[_Output, ...]] = {}
+
+
+class Unrepeatable(Exception):
+    """A block that other modules look into, or that changes its arguments: its path."""
+
+
+# --- which modules are equal ------------------------------------------------------------------
+
+
+def equal_members(module: nn.Module) -> dict[str, str]:
+    """Path -> path of the first equal one, for members of module lists that have equals."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for path, child in module.named_modules():
+        if isinstance(child, nn.ModuleList):
+            for name, member in child.named_children():
+                if next(member.children(), None) is not None:
+                    kinds[_digest(member)].append(f"{path}.{name}".lstrip("."))
+    return {path: paths[0] for paths in kinds.values() if len(paths) > 1 for path in paths}
+
+
+def _digest(module: nn.Module) -> str:
+    return hashlib.sha256(repr(_description(module, {})).encode()).hexdigest()
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_NAMED = (type, types.FunctionType, types.BuiltinFunctionType, enum.Enum)
+
+
+def _description(value: Any, seen: dict[int, int]) -> Any:
+    """All that decides what an object does. What is not understood equals only itself."""
+    if isinstance(value, _NAMED):
+        return (type(value).__name__, id(value))
+    if isinstance(value, _PLAIN):
+        return (type(value).__name__, value)
+    if id(value) in seen:
+        return ("seen", seen[id(value)])
+    seen[id(value)] = len(seen)
+    inner = functools.partial(_description, seen=seen)
+    if isinstance(value, torch.Tensor):
+        content = "" if isinstance(value, FakeTensor) else _content(value)
+        return (id(type(value)), tuple(value.shape), str(value.dtype), content)
+    if isinstance(value, (list, tuple)):
+        return (id(type(value)), [inner(item) for item in value])
+    if isinstance(value, dict):
+        return (id(type(value)), [(inner(k), inner(v)) for k, v in value.items()])
+    if isinstance(value, (set, frozenset)):
+        return (id(type(value)), sorted(repr(inner(item)) for item in value))
+    if isinstance(value, types.MethodType):
+        return ("method", id(value.__func__), inner(value.__self__))
+    if isinstance(value, functools.partial):
+        return ("partial", inner(value.func), inner(value.args), inner(value.keywords))
+    if hasattr(value, "__dict__") and not hasattr(type(value), "__slots__"):
+        return (id(type(value)), inner(vars(value)))
+    return ("only", id(value))
+
+
+def _content(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+# --- while tracing ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A traced call of a block: what its outputs are made of, for later calls like it."""
+
+    name: str
+    path: str
+    spec: pytree.TreeSpec
+    sources: tuple[tuple[str, Any], ...]  # ("input", leaf), ("output", index), ("value", it)
+
+    def outputs(self, leaves: list[Any], computed: list[torch.Tensor]) -> Any:
+        places = {"input": leaves, "output": computed}
+        values = [places[kind][at] if kind in places else at for kind, at in self.sources]
+        return pytree.tree_unflatten(values, self.spec)
+
+
+@contextlib.contextmanager
+def traced_once(module: nn.Module, apart: set[str] | None) -> Iterator[set[str]]:
+    """Inside, blocks equal to one traced before are single nodes.
+
+    Not those equal to the ones at the paths ``apart``, and none where that is None. Gives the
+    paths of the blocks for which others stood in, as they are met.
+    """
+    equal = {} if apart is None else equal_members(module)
+    firsts = {path: first for path, first in equal.items() if first not in (apart or ())}
+    calls: dict[Any, _Call] = {}
+    met: set[str] = set()
+    root, own = module.forward, "forward" in vars(module)
+
+    @functools.wraps(root)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        calls.clear()  # export runs the module more than once
+        return root(*args, **kwargs)
+
+    members = [(path, module.get_submodule(path)) for path in firsts]
+    before = [(child, vars(child).get("forward")) for _, child in members]
+    module.forward = forward
+    for path, child in members:
+        child.forward = _block_forward(child.forward, path, firsts[path], calls, met)
+    try:
+        yield met
+    finally:
+        _OUTPUTS.clear()
+        for child, held in before:
+            del child.forward
+            if held is not None:
+                child.forward = held
+        del module.forward
+        if own:
+            module.forward = root
+
+
+def _block_forward(
+    forward: Callable[..., Any], path: str, first: str, calls: dict[Any, _Call], met: set[str]
+) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def block_forward(*args: Any, **kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        ids = [id(leaf) for leaf in leaves]
+        same = tuple(ids.index(i) for i in ids)
+        key = (first, str(spec), same, tuple(_leaf_key(leaf) for leaf in leaves))
+        tensors = [i for i, n in enumerate(same) if i == n and isinstance(leaves[i], torch.Tensor)]
+        call = calls.get(key)
+        if call is not None and call.path != path:
+            met.add(path)
+            inputs = [leaves[i] for i in tensors]
+            computed = torch.ops.mlxconv.again(inputs, path, call.name) if call.name else []
+            return call.outputs(leaves, computed)
+        if call is not None or not tensors:
+            return forward(*args, **kwargs)
+        name = f"{path}#{len(calls)}"
+        entered = dict(zip(tensors, (_enter(leaves[i], name, n) for n, i in enumerate(tensors))))
+        inside = [entered.get(n, leaf) for n, leaf in zip(same, leaves)]
+        versions = {i: x._version for i, x in entered.items()}
+        args, kwargs = pytree.tree_unflatten(inside, spec)
+        output = forward(*args, **kwargs)
+        if any(x._version != versions[i] for i, x in entered.items()):
+            raise Unrepeatable(first)
+        return _finish(output, key, name, path, leaves, inside, entered, calls)
+
+    return block_forward
+
+
+def _enter(x: torch.Tensor, name: str, index: int) -> torch.Tensor:
+    return torch.ops.mlxconv.enter(x, name, index)  # type: ignore[no-any-return]
+
+
+def _leaf_key(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return ("tensor", tuple(str(n) for n in leaf.shape), leaf.dtype)
+    if isinstance(leaf, torch.SymInt):
+        return ("size", str(leaf.node.expr))
+    return repr(_description(leaf, {}))
+
+
+def _finish(
+    output: Any,
+    key: Any,
+    name: str,
+    path: str,
+    leaves: list[Any],
+    inside: list[Any],
+    entered: dict[int, torch.Tensor],
+    calls: dict[Any, _Call],
+) -> Any:
+    """The block's output, marked; remembered for later calls if its sizes are those of inputs."""
+    values, spec = pytree.tree_flatten(output)
+    places = {id(leaf): i for i, leaf in enumerate(inside) if isinstance(leaf, torch.Tensor)}
+    axes = {
+        str(size): (n, axis)
+        for n, x in enumerate(entered.values())
+        for axis, size in enumerate(x.shape)
+        if isinstance(size, torch.SymInt)
+    }
+    sources: list[tuple[str, Any]] = []
+    made: list[_Output] = []
+    computed: list[torch.Tensor] = []
+    repeatable = True
+    for value in values:
+        if isinstance(value, torch.Tensor) and id(value) not in places:
+            sizes = [n if isinstance(n, int) else axes.get(str(n)) for n in value.shape]
+            repeatable &= None not in sizes
+            sources.append(("output", len(made)))
+            made.append(_Output(tuple(n for n in sizes if n is not None), value.dtype))
+            computed.append(torch.ops.mlxconv.leave(value, name, len(computed)))
+        elif isinstance(value, torch.Tensor):
+            sources.append(("input", places[id(value)]))
+        else:
+            repeatable &= isinstance(value, _PLAIN)
+            sources.append(("value", value))
+    call = _Call(name if computed else "", path, spec, tuple(sources))
+    if repeatable:
+        calls[key] = call
+        _OUTPUTS[name] = tuple(made)
+    return call.outputs(leaves, computed)
+
+
+# --- in the graph -----------------------------------------------------------------------------
+
+_MARKS = {
+    torch.ops.mlxconv.enter.default: "enter",
+    torch.ops.mlxconv.leave.default: "leave",
+}
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A traced block that stands for others: the nodes that make its outputs of its inputs."""
+
+    path: str
+    enter: dict[int, fx.Node]
+    leave: dict[int, fx.Node]
+    nodes: frozenset[fx.Node]
+
+
+def repeated_blocks(graph: fx.Graph, lifted: Mapping[str, str]) -> dict[str, Repeated]:
+    """The blocks that ``again`` nodes of the graph name, by call.
+
+    ``lifted`` tells which parameter or constant a placeholder is. Raises Unrepeatable where a
+    value made inside a block is read outside other than as its output.
+    """
+    called = {
+        str(node.args[2]) for node in graph.nodes if node.target is torch.ops.mlxconv.again.default
+    }
+    marks: dict[str, dict[str, dict[int, fx.Node]]] = {
+        call: {"enter": {}, "leave": {}} for call in called
+    }
+    for node in graph.nodes:
+        if node.target in _MARKS and node.args[1] in called:
+            marks[node.args[1]][_MARKS[node.target]][node.args[2]] = node
+    return {call: _repeated(graph, call, lifted, **found) for call, found in marks.items()}
+
+
+def _repeated(
+    graph: fx.Graph,
+    call: str,
+    lifted: Mapping[str, str],
+    enter: dict[int, fx.Node],
+    leave: dict[int, fx.Node],
+) -> Repeated:
+    path = call.rsplit("#", 1)[0]
+    starts, ends = set(enter.values()), set(leave.values())
+    wanted: set[fx.Node] = set(ends)
+    inside: set[fx.Node] = set(starts)  # what depends on an input of the block
+    varying: set[fx.Node] = set(starts)  # the same, or on a tensor of the block's own
+    for node in reversed(graph.nodes):
+        if node in wanted and node not in starts:
+            wanted.update(node.all_input_nodes)
+    for node in graph.nodes:
+        if node.op == "placeholder" and lifted.get(node.name, "").startswith(f"{path}."):
+            varying.add(node)
+        before = [n for n in node.all_input_nodes if n not in ends]
+        if any(n in varying for n in before):
+            varying.add(node)
+        if any(n in inside for n in before):
+            inside.add(node)
+            if node not in wanted and (node.users or node.op == "output"):
+                raise Unrepeatable(path)
+    owned = wanted & varying
+    return Repeated(path, enter, leave, frozenset(n for n in owned if n.op == "call_function"))
