@@ -11,9 +11,9 @@ import mlx.core as mx
 
 from .errors import MlxconvError
 from .executor import Executor
-from .ops import dtype_of
+from .ops import dtype_of, on_cpu
 from .program import PROGRAM_FILE, Program, load_program
-from .weights import Weights, on_cpu
+from .weights import Weights
 
 MANIFEST = "mlxconv.json"
 BUNDLE_VERSION = 1

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from .errors import MlxconvError
-from .ops import OPS, dtype_of
+from .ops import OPS, dtype_of, on_cpu
 from .program import Arg, Block, Body, Entry, Input, Node, Program, Ref, Weight, refs, walk
 from .weights import (
     Held,
@@ -17,7 +17,6 @@ from .weights import (
     Stack,
     Weights,
     arrays_of,
-    on_cpu,
     rebuild,
     spec_of,
 )
@@ -333,7 +332,7 @@ class Executor:
             shells = [_shell(h) for h in (*dynamic, *held)]
             function = self._block_function(block, keys, shells, dict(statics), path)
             self._compiled[key] = mx.compile(function)
-        return tuple(self._compiled[key](*(a for h in (*dynamic, *held) for a in _arrays(h))))
+        return tuple(self._compiled[key](*(a for h in (*dynamic, *held) for a in arrays_of(h))))
 
     def _block_function(
         self, block: Block, keys: list[Any], shells: list[Any], statics: dict[int, Any], path: str
@@ -408,14 +407,6 @@ def _weight_keys(program: Program, body: Body, prefix: str) -> Iterable[Any]:
                 yield _Stacked(tuple(n and prefix + n for n in stack.names))
             else:
                 yield from (prefix + a.name for a in walk(arg) if isinstance(a, Weight))
-
-
-def _arrays(held: Any) -> list[mx.array]:
-    if isinstance(held, Stack):
-        if held.stacked is not None:
-            return arrays_of(held.stacked)
-        return [a for item in held if item is not None for a in arrays_of(item)]
-    return arrays_of(held)
 
 
 def _make(held: Any) -> Any:

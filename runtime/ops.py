@@ -5,6 +5,6 @@ docstrings are the tensors' logical (PyTorch) shapes; `...` is any number of axe
 named like a function of `mlx.core`, it is that function.
 """
 
-from .oplib.registry import DTYPES, OPS, Number, Value, dtype_of, op
+from .oplib.registry import DTYPES, OPS, Number, Value, dtype_of, on_cpu, op
 
-__all__ = ["DTYPES", "OPS", "Number", "Value", "dtype_of", "op"]
+__all__ = ["DTYPES", "OPS", "Number", "Value", "dtype_of", "on_cpu", "op"]

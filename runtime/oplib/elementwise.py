@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from . import elementary
 from .registry import OPS, Number, Value, dtype_of, op
 
 _HALF = (mx.bfloat16, mx.float16)
@@ -61,10 +62,12 @@ def in_fp32(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
     return apply
 
 
-for _name in """expm1 log log10 log1p log2 tan arcsin arccos arctan sinh cosh tanh
-    arcsinh arccosh arctanh sqrt rsqrt square abs floor ceil sign sigmoid erf logical_not isnan
+for _name in """expm1 log log10 log1p log2 tan arcsin arccos arctan sinh cosh
+    arcsinh arccosh arctanh sqrt rsqrt square abs floor ceil sign logical_not isnan
     isinf isfinite reciprocal real imag conjugate""".split():
     OPS[_name] = _unary(getattr(mx, _name))
+for _name, _curve in elementary.ELEMENTARY.items():
+    OPS[_name] = _unary(_curve)
 OPS["neg"] = _unary(operator.neg)
 
 for _name, _function in {
@@ -289,7 +292,7 @@ def where(condition: mx.array, a: Value, b: Value) -> mx.array:
 @in_fp32
 def silu(x: mx.array) -> mx.array:
     """x * sigmoid(x)."""
-    return x * mx.sigmoid(x)
+    return elementary.silu(x)
 
 
 @op
@@ -304,8 +307,8 @@ def gelu(x: mx.array, approximate: bool = False) -> mx.array:
     """x * Phi(x), exact by erf, or the tanh approximation (Hendrycks & Gimpel 2016)."""
     if approximate:
         inner = math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
-        return 0.5 * x * (1 + mx.tanh(inner))
-    return x * (1 + mx.erf(x * (1 / math.sqrt(2)))) * 0.5
+        return 0.5 * x * (1 + elementary.tanh(inner))
+    return x * (1 + elementary.erf(x * (1 / math.sqrt(2)))) * 0.5
 
 
 @op

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from .registry import op
+from .registry import on_cpu, op
 
 
 class MatrixWeight(Protocol):
@@ -83,16 +83,12 @@ def attention(
     if mask is not None:
         mask = _batched_mask(mask, q)
     q, k, v = (_batched(x) for x in (q, k, v))
-    if mx.default_device().type == mx.DeviceType.cpu:
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if on_cpu():
         # Over strided views MLX's CPU product is ten times slower.
         q, k, v = mx.contiguous(q), mx.contiguous(k), mx.contiguous(v)
-    out = mx.fast.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        mask="causal" if causal else mask,
-    )
+    given = "causal" if causal else mask
+    out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=given)
     if mask is not None and mask.dtype == mx.bool_:
         out = mx.where(mx.any(mask, axis=-1, keepdims=True), out, mx.array(0, out.dtype))
     return out.reshape(shape)

@@ -40,6 +40,11 @@ def dtype_of(name: str) -> mx.Dtype:
     return DTYPES[name]
 
 
+def on_cpu() -> bool:
+    """Whether MLX computes on the CPU by default."""
+    return bool(mx.default_device().type == mx.DeviceType.cpu)
+
+
 def ints(shape: Sequence[Any]) -> tuple[int, ...]:
     return tuple(int(n) for n in shape)
 
