@@ -28,7 +28,7 @@ from .bundle_files import (
 )
 from .checkpoint import Component, open_checkpoint
 from .jobs import Job, Options, Run, bundle_bytes, prepare
-from .recipe import load_recipe_file
+from .recipe import RECIPE_FILE, load_recipe_file
 from .report import ComponentReport, ConvertReport
 from .writer import MANIFEST, atomic_folder, check_target, read_back, write_weights
 
@@ -98,6 +98,7 @@ def _write(run: Run, jobs: dict[str, Job], folder: Path, progress: bool) -> None
             target.mkdir()
             write_weights(target, WEIGHTS_STEM, job.plan.groups, progress=bar.update)
             _write_program(job, target)
+            _write_recipe(run, job, target)
             quantization = quantization_table(job.policy.default, job.plan.decisions.values())
             config = component_config(job.config, job.policy.default.dtype, quantization)
             write_json(target / "config.json", config)
@@ -116,6 +117,12 @@ def _write_program(job: Job, target: Path) -> None:
     (target / PROGRAM_FILE).write_text(to_json(job.compiled.program), encoding="utf-8")
     if job.compiled.constants:
         save_file(job.compiled.constants, str(target / CONSTANTS_FILE))
+
+
+def _write_recipe(run: Run, job: Job, target: Path) -> None:
+    """A recipe that does not come with mlxconv goes into the bundle: `verify` needs it."""
+    if run.options.recipe and job.compiled is not None and job.recipe is run.recipe:
+        shutil.copyfile(run.options.recipe, target / RECIPE_FILE)
 
 
 def _copy_extras(component: Component, target: Path) -> None:
@@ -146,6 +153,7 @@ def _write_manifest(run: Run, jobs: dict[str, Job], folder: Path, command: str |
         "pipeline": run.checkpoint.class_name,
         "source": str(run.checkpoint.path),
         "revision": _revision(run.checkpoint.path),
+        "variant": run.options.variant,
         "command": command,
         "versions": versions(),
         "components": converted,

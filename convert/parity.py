@@ -21,7 +21,7 @@ from .audit import Audit, audit
 from .checkpoint import Checkpoint, Component, open_checkpoint
 from .comparison import Row, make_row
 from .forwards import Case, compare_entries
-from .recipe import Recipe, load_recipe, load_recipe_file
+from .recipe import RECIPE_FILE, Recipe, load_recipe, load_recipe_file
 
 TIERS = ("forward", "block")
 
@@ -102,7 +102,8 @@ def verify(
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
     if tier not in TIERS:
         raise MlxconvError(f"--tier {tier}: this version measures {', '.join(TIERS)}")
-    opened, checkpoint = open_bundle(bundle), open_checkpoint(against)
+    opened = open_bundle(bundle)
+    checkpoint = open_checkpoint(against, opened.manifest.get("variant"))
     given = load_recipe_file(recipe) if recipe else None
     report = ParityReport(str(bundle), str(against), seed)
     for name in _names(opened, checkpoint, components):
@@ -139,7 +140,7 @@ def _recipe(folder: Path, component: Component, given: Recipe | None) -> Recipe 
         return None
     if given is not None and given.class_name == component.class_name:
         return given
-    own = folder / "recipe.toml"
+    own = folder / RECIPE_FILE
     return load_recipe_file(own) if own.is_file() else load_recipe(component.class_name)
 
 

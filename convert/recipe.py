@@ -30,6 +30,7 @@ Expression = str | int
 STAGES = ("constant", "prompt", "schedule", "step")
 DTYPES = ("compute", "float32", "int64", "bool")
 MASKS = ("ragged",)
+RECIPE_FILE = "recipe.toml"  # in a bundle, where the recipe is not one of ours
 
 
 # --- expressions ------------------------------------------------------------------------------

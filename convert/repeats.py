@@ -18,7 +18,7 @@ import hashlib
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -72,27 +72,51 @@ class Unrepeatable(Exception):
 # --- which modules are equal ------------------------------------------------------------------
 
 
-def equal_members(module: nn.Module) -> dict[str, str]:
-    """Path -> path of the first equal one, for members of module lists that have equals."""
-    kinds: dict[str, list[str]] = defaultdict(list)
+@dataclass(frozen=True)
+class Equals:
+    """Members of module lists that do the same with their weights, all but perhaps by a label.
+
+    ``labels`` are attributes, numbers and texts, that differ between them: a layer's index, say.
+    They are equal as long as none is read.
+    """
+
+    first: str
+    paths: tuple[str, ...]
+    labels: frozenset[tuple[type, str]]
+
+
+def equal_members(module: nn.Module) -> list[Equals]:
+    """The members of module lists that have equals, grouped."""
+    groups: dict[str, list[tuple[str, list[_Setting]]]] = defaultdict(list)
     for path, child in module.named_modules():
         if isinstance(child, nn.ModuleList):
             for name, member in child.named_children():
                 if next(member.children(), None) is not None:
-                    kinds[_digest(member)].append(f"{path}.{name}".lstrip("."))
-    return {path: paths[0] for paths in kinds.values() if len(paths) > 1 for path in paths}
+                    settings: list[_Setting] = []
+                    text = repr(_description(member, {}, settings))
+                    digest = hashlib.sha256(text.encode()).hexdigest()
+                    groups[digest].append((f"{path}.{name}".lstrip("."), settings))
+    return [_equals(found) for found in groups.values() if len(found) > 1]
 
 
-def _digest(module: nn.Module) -> str:
-    return hashlib.sha256(repr(_description(module, {})).encode()).hexdigest()
+_Setting = tuple[type, str, int | str]
+
+
+def _equals(found: list[tuple[str, list[_Setting]]]) -> Equals:
+    paths, settings = zip(*found)
+    labels = {(cls, name) for same in zip(*settings) if len(set(same)) > 1 for cls, name, _ in same}
+    return Equals(paths[0], paths, frozenset(labels))
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType, enum.Enum)
 
 
-def _description(value: Any, seen: dict[int, int]) -> Any:
-    """All that decides what an object does. What is not understood equals only itself."""
+def _description(value: Any, seen: dict[int, int], settings: list[_Setting] | None = None) -> Any:
+    """All that decides what an object does. What is not understood equals only itself.
+
+    Numbers and texts that are attributes go to ``settings``, in order, where that is given.
+    """
     if isinstance(value, _NAMED):
         return (type(value).__name__, id(value))
     if isinstance(value, _PLAIN):
@@ -100,7 +124,7 @@ def _description(value: Any, seen: dict[int, int]) -> Any:
     if id(value) in seen:
         return ("seen", seen[id(value)])
     seen[id(value)] = len(seen)
-    inner = functools.partial(_description, seen=seen)
+    inner = functools.partial(_description, seen=seen, settings=settings)
     if isinstance(value, torch.Tensor):
         content = "" if isinstance(value, FakeTensor) else _content(value)
         return (id(type(value)), tuple(value.shape), str(value.dtype), content)
@@ -115,7 +139,12 @@ def _description(value: Any, seen: dict[int, int]) -> Any:
     if isinstance(value, functools.partial):
         return ("partial", inner(value.func), inner(value.args), inner(value.keywords))
     if hasattr(value, "__dict__") and not hasattr(type(value), "__slots__"):
-        return (id(type(value)), inner(vars(value)))
+        rest = dict(vars(value))
+        for name, item in vars(value).items():
+            if settings is not None and type(item) in (int, str):
+                settings.append((type(value), name, item))
+                rest[name] = type(item)
+        return (id(type(value)), [(name, inner(item)) for name, item in rest.items()])
     return ("only", id(value))
 
 
@@ -149,61 +178,102 @@ def traced_once(module: nn.Module, apart: set[str] | None) -> Iterator[set[str]]
     Not those equal to the ones at the paths ``apart``, and none where that is None. Gives the
     paths of the blocks for which others stood in, as they are met.
     """
-    equal = {} if apart is None else equal_members(module)
-    firsts = {path: first for path, first in equal.items() if first not in (apart or ())}
-    calls: dict[Any, _Call] = {}
-    met: set[str] = set()
+    groups = (
+        []
+        if apart is None
+        else [g for g in equal_members(module) if not apart.intersection(g.paths)]
+    )
+    trace = _Trace(reads=[])
     root, own = module.forward, "forward" in vars(module)
 
     @functools.wraps(root)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        calls.clear()  # export runs the module more than once
+        trace.calls.clear()  # export runs the module more than once
         return root(*args, **kwargs)
 
-    members = [(path, module.get_submodule(path)) for path in firsts]
-    before = [(child, vars(child).get("forward")) for _, child in members]
+    members = [
+        (path, group, module.get_submodule(path)) for group in groups for path in group.paths
+    ]
+    before = [(child, vars(child).get("forward")) for *_, child in members]
+    labels = {label for group in groups for label in group.labels}
     module.forward = forward
-    for path, child in members:
-        child.forward = _block_forward(child.forward, path, firsts[path], calls, met)
+    for path, group, child in members:
+        child.forward = _block_forward(child.forward, path, group, trace)
+    held = {(cls, name): vars(cls)[name] for cls, name in labels if name in vars(cls)}
+    for cls, name in labels:
+        setattr(cls, name, _Watched(cls, name, trace.reads))
     try:
-        yield met
+        yield trace.met
     finally:
         _OUTPUTS.clear()
-        for child, held in before:
+        for child, earlier in before:
             del child.forward
-            if held is not None:
-                child.forward = held
+            if earlier is not None:
+                child.forward = earlier
         del module.forward
         if own:
             module.forward = root
+        for cls, name in labels:
+            delattr(cls, name)
+            if (cls, name) in held:
+                setattr(cls, name, held[cls, name])
+
+
+@dataclass
+class _Trace:
+    """What was met so far: calls by what they were given, labels read, blocks written again."""
+
+    reads: list[tuple[type, str]]
+    calls: dict[Any, _Call] = field(default_factory=dict)
+    met: set[str] = field(default_factory=set)
+
+
+@dataclass
+class _Watched:
+    """An attribute of instances, put on their class to see when one is read."""
+
+    cls: type
+    name: str
+    reads: list[tuple[type, str]]
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if self.name not in vars(instance or owner):
+            raise AttributeError(self.name)
+        self.reads.append((self.cls, self.name))
+        return vars(instance or owner)[self.name]
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        vars(instance)[self.name] = value
 
 
 def _block_forward(
-    forward: Callable[..., Any], path: str, first: str, calls: dict[Any, _Call], met: set[str]
+    forward: Callable[..., Any], path: str, group: Equals, trace: _Trace
 ) -> Callable[..., Any]:
     @functools.wraps(forward)
     def block_forward(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         ids = [id(leaf) for leaf in leaves]
         same = tuple(ids.index(i) for i in ids)
-        key = (first, str(spec), same, tuple(_leaf_key(leaf) for leaf in leaves))
+        key = (group.first, str(spec), same, tuple(_leaf_key(leaf) for leaf in leaves))
         tensors = [i for i, n in enumerate(same) if i == n and isinstance(leaves[i], torch.Tensor)]
-        call = calls.get(key)
+        call = trace.calls.get(key)
         if call is not None and call.path != path:
-            met.add(path)
+            trace.met.add(path)
             inputs = [leaves[i] for i in tensors]
             computed = torch.ops.mlxconv.again(inputs, path, call.name) if call.name else []
             return call.outputs(leaves, computed)
         if call is not None or not tensors:
             return forward(*args, **kwargs)
-        name = f"{path}#{len(calls)}"
+        name = f"{path}#{len(trace.calls)}"
         entered = dict(zip(tensors, (_enter(leaves[i], name, n) for n, i in enumerate(tensors))))
         inside = [entered.get(n, leaf) for n, leaf in zip(same, leaves)]
+        read = len(trace.reads)
         versions = {i: x._version for i, x in entered.items()}
         args, kwargs = pytree.tree_unflatten(inside, spec)
         output = forward(*args, **kwargs)
         if any(x._version != versions[i] for i, x in entered.items()):
-            raise Unrepeatable(first)
+            raise Unrepeatable(group.first)
+        calls = {} if group.labels.intersection(trace.reads[read:]) else trace.calls
         return _finish(output, key, name, path, leaves, inside, entered, calls)
 
     return block_forward

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from safetensors.numpy import load_file, save_file
 
 from mlxconv.cli import cli
 from mlxconv.convert.comparison import Sums, compare, make_row
+from mlxconv.convert.conversion import convert
 from mlxconv.convert.parity import ParityReport, verify
+from mlxconv.runtime.bundle import open_bundle
 from mlxconv.runtime.errors import MlxconvError
 
 from ..bundles import Arrays, change_nodes, change_tensors, copy
@@ -278,3 +283,27 @@ def check_failed(bundle: Path, source: Path, block: str) -> None:
     assert not data["passed"]
     begins = data["begins_at"]["transformer"]
     assert begins == block or begins.startswith(f"{block} (")
+
+
+def test_a_recipe_of_ones_own_goes_into_the_bundle(flux_checkpoint: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    shutil.copyfile(files("mlxconv") / "recipes/FluxTransformer2DModel.toml", recipe)
+    convert(flux_checkpoint, tmp_path / "out", "bf16", recipe=recipe)
+    (component,) = open_bundle(tmp_path / "out").manifest["components"]
+    written = tmp_path / "out" / component / "recipe.toml"
+    assert written.read_bytes() == recipe.read_bytes()
+    written.write_text("class = 1")
+    with pytest.raises(MlxconvError, match=r"recipe\.toml"):
+        verify(tmp_path / "out", flux_checkpoint)
+
+
+def test_the_variant_converted_is_the_one_compared_with(
+    flux_checkpoint: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(flux_checkpoint, source)
+    plain = next(source.glob("*.safetensors"))
+    half = {k: v.astype(np.float16) for k, v in load_file(plain).items()}
+    save_file(half, source / f"{plain.stem}.fp16.safetensors", {"format": "pt"})
+    convert(source, tmp_path / "out", "fp32", variant="fp16")
+    assert verify(tmp_path / "out", source).passed

@@ -82,6 +82,26 @@ class Settings(Model):
             return super().forward(x) * self.scale
 
 
+class Labels(Model):
+    class block(Block):
+        """Knows its place, and makes no use of it."""
+
+        index = -1
+
+        def __init__(self, width: int, index: int) -> None:
+            super().__init__(width, index)
+            self.index = index
+            self.name = f"block {index}"
+
+
+class Places(Model):
+    class block(Labels.block):
+        """Computes with its place."""
+
+        def forward(self, x):
+            return super().forward(x) * (self.index + 1)
+
+
 class Tables(Model):
     class block(Block):
         """Differs from its siblings by the values of its table."""
@@ -167,6 +187,8 @@ class Passing(Model):
 MODELS = {
     Model: 2,
     Settings: 0,
+    Labels: 2,
+    Places: 0,
     Tables: 0,
     Indices: 0,
     Peeking: 0,
@@ -244,12 +266,21 @@ def test_forwards_are_put_back(tmp_path):
     assert "forward" not in vars(module) and "forward" not in vars(module.blocks[1])
 
 
+def test_labels_are_put_back():
+    module, _ = build_module(Labels, {"width": 8})
+    with repeats.traced_once(module, set()):
+        assert module.blocks[2].index == 2
+        assert type(vars(Labels.block)["index"]) is not int
+    assert vars(Labels.block)["index"] == -1 and "name" not in vars(Labels.block)
+    assert module.blocks[2].index == 2
+
+
 @pytest.mark.parametrize("name", ["FluxTransformer2DModel", "SanaTransformer2DModel"])
 def test_a_program_is_that_of_every_block_traced(name, monkeypatch):
     recipe, cls = load_recipe(name), getattr(diffusers, name)
     once = compile_program(cls, recipe.tiny, recipe)
     monkeypatch.setattr(programs, "_RECENT", {})
-    monkeypatch.setattr(repeats, "equal_members", lambda module: {})
+    monkeypatch.setattr(repeats, "equal_members", lambda module: [])
     each = compile_program(cls, recipe.tiny, recipe)
     assert to_json(once.program) == to_json(each.program)
     assert once.parameters == each.parameters

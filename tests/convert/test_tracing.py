@@ -62,7 +62,7 @@ def traced(name: str, variant: str | None, program: str) -> Traced:
     """Every block traced, for torch to run: it cannot write a block again (test_repeats.py)."""
     cls, config = getattr(diffusers, name), shallow(name, variant)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repeats, "equal_members", lambda module: {})
+        patch.setattr(repeats, "equal_members", lambda module: [])
         return trace(cls, config, load_recipe(name), program, dtype=torch.float32)
 
 
