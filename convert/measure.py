@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ from .conversion import convert
 from .parity import verify
 from .recipe import Recipe
 
-PRECISIONS = ("fp32", "bf16", "4bit")
+PRECISIONS = ("fp32", "bf16", "8bit", "4bit")
 
 
 @dataclass(frozen=True)
@@ -146,20 +147,32 @@ def write_figures(path: Path, measured: Sequence[Measured], versions: Mapping[st
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
-def main() -> None:
-    """Measure every recipe and every tiny variant; write the figures that `models` shows."""
+def main(names: Sequence[str]) -> None:
+    """Measure every recipe and every tiny variant; write the figures that `models` shows.
+
+    With names (classes, or recipe files) only those are measured, and printed, not written.
+    """
     from tqdm import tqdm
 
     from .bundle_files import versions
-    from .recipe import all_recipes
+    from .recipe import all_recipes, load_recipe, load_recipe_file
 
-    jobs = [(r, v) for r in all_recipes().values() for v in (None, *r.tiny_variants)]
-    rows = [row for recipe, variant in tqdm(jobs) for row in measure(recipe, variant)]
-    target = Path(__file__).resolve().parent.parent / "recipes" / "parity.json"
-    write_figures(target, rows, versions())
+    recipes = [load_recipe_file(n) if n.endswith(".toml") else load_recipe(n) for n in names]
+    jobs = [(r, v) for r in recipes or all_recipes().values() for v in (None, *r.tiny_variants)]
+    rows = []
+    for recipe, variant in tqdm(jobs, disable=None):
+        for row in measure(recipe, variant):
+            rows.append(row)
+            if names:
+                runtime = "" if row.runtime is None else f"runtime {row.runtime:.1e} "
+                verdict = "passed" if row.passed else f"FAILED {row.problem}"
+                print(f"{row.class_name} {row.variant} {row.q} {row.rel_l2:.1e} {runtime}{verdict}")
+    if not names:
+        target = Path(__file__).resolve().parent.parent / "recipes" / "parity.json"
+        write_figures(target, rows, versions())
     failed = [f"{r.class_name} {r.variant} {r.q}: {r.problem}" for r in rows if not r.passed]
     print("\n".join([f"{len(rows)} rows, {len(failed)} failed", *failed]))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -215,6 +215,7 @@ class Recipe:
     tiny: Mapping[str, Any]
     tiny_variants: Mapping[str, Mapping[str, Any]]
     sizes: Mapping[str, Expression]
+    unused: tuple[str, ...] = ()  # globs: tensors that the class has and its forward drops
 
     def program(self, name: str) -> ProgramRecipe:
         """The program of that name; MlxconvError names those that exist."""
@@ -259,6 +260,7 @@ _TOP = {
     "tiny",
     "tiny_variants",
     "sizes",
+    "unused",
 }
 _DIM = {"trace", "check", "fixed", "values"}
 _PROGRAM = {"method", "inputs", "arguments", "when"}
@@ -344,6 +346,7 @@ def _read(data: dict[str, Any], source: str) -> Recipe:
             k: read.expression(v, f"sizes.{k}", names and (names | {"H", "W"}))
             for k, v in sizes.items()
         },
+        unused=read.listed(data.get("unused", []), "unused", str, "patterns"),
     )
 
 
