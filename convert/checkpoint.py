@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mlxconv.runtime.errors import MlxconvError
 
 from .keys import KeyMatch, match_keys, tied_weights
-from .model_class import current_class_name, diffusers_config, find_class, transformers_config
+from .model_class import (
+    constructor_config,
+    current_class_name,
+    find_class,
+    named_class,
+    transformers_config,
+)
 from .safetensors_io import StoredTensor
 from .weight_files import has_weights, read_json_object, read_weights
 
@@ -44,7 +50,9 @@ _NAMES_BY_CLASS = (
 class Component:
     """One model folder: its class by name, its raw config.json, its tensors by header.
 
-    `variant` is that of the weight files in use (None for plain ones).
+    `variant` is that of the weight files in use (None for plain ones). `library` is diffusers,
+    transformers, a module of diffusers.pipelines, or, where `named`, the module that the user
+    named the class in.
     """
 
     name: str
@@ -55,6 +63,7 @@ class Component:
     tensors: dict[str, StoredTensor]
     variant: str | None
     files: list[Path]
+    named: bool = False
 
 
 @dataclass
@@ -74,17 +83,26 @@ class Checkpoint:
     skipped: dict[str, str] = field(default_factory=dict)
 
 
-def open_checkpoint(source: str | Path, variant: str | None = None) -> Checkpoint:
+def open_checkpoint(
+    source: str | Path, variant: str | None = None, model_class: str | None = None
+) -> Checkpoint:
     """Open a diffusers pipeline folder or a single component's folder; no weight is read.
 
     `variant` (`fp16`, ...) chooses among weight files; a component without it falls back to its
     plain files. Without `variant` plain files are taken, or the only variant there is.
+    `model_class` ("package.module:Class") is the class of a single component, whatever its
+    config.json says; its module is imported.
     Raises MlxconvError for all that is missing, damaged, already quantized or already converted.
     """
     path = _folder(source)
     _refuse_bundle(path)
     index_file = next((path / n for n in _INDEX_NAMES if (path / n).is_file()), None)
     if index_file is not None:
+        if model_class is not None:
+            raise MlxconvError(
+                f"{path}: is a pipeline, and --class {model_class} names the class of one "
+                "component: give that component's folder"
+            )
         return _open_pipeline(path, index_file, variant)
     if not (path / "config.json").is_file():
         names = ", ".join(sorted(p.name for p in path.iterdir())[:8])
@@ -92,18 +110,29 @@ def open_checkpoint(source: str | Path, variant: str | None = None) -> Checkpoin
             f"{path}: {'holds ' + names if names else 'is empty'}; expected model_index.json (a "
             "pipeline) or config.json with weights (one component)"
         )
-    component = open_component(path, variant)
+    component = open_component(path, variant, model_class)
     loose = _loose_files(path)
     return Checkpoint(path, None, {}, {component.name: component}, {}, loose)
 
 
-def open_component(path: str | Path, variant: str | None = None) -> Component:
+def open_component(
+    path: str | Path, variant: str | None = None, model_class: str | None = None
+) -> Component:
     """Open one model's folder (`config.json` and weights); no weight is read."""
-    return _open_component(_folder(path), None, None, variant, fallback=False)
+    folder = _folder(path)
+    if model_class is None:
+        return _open_component(folder, None, None, variant, fallback=False)
+    module, colon, name = model_class.partition(":")
+    if not (module and colon and name):
+        raise MlxconvError(f"--class {model_class}: expected package.module:Class")
+    component = _open_component(folder, None, name, variant, fallback=False)
+    return replace(component, name=_derived_name(folder, module, name), library=module, named=True)
 
 
 def component_class(component: Component) -> type:
     """The torch module class that diffusers or transformers loads for this component."""
+    if component.named:
+        return named_class(component.library, component.class_name)
     return find_class(component.library, component.class_name, component.path)
 
 
@@ -113,8 +142,11 @@ def merged_config(component: Component) -> dict[str, Any]:
     JSON-serialisable. For diffusers classes with `_class_name` and `_diffusers_version`.
     """
     cls = component_class(component)
-    if hasattr(cls, "extract_init_dict"):
-        return diffusers_config(cls, component.config, component.path)
+    ours = hasattr(cls, "extract_init_dict") or (
+        component.named and not hasattr(cls, "config_class")
+    )
+    if ours:
+        return constructor_config(cls, component.config, component.path)
     return transformers_config(cls, component.path)
 
 

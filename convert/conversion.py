@@ -49,7 +49,7 @@ def convert(
     """
     started = time.perf_counter()
     chosen = Options(q=q, **options)
-    checkpoint = open_checkpoint(source, chosen.variant)
+    checkpoint = open_checkpoint(source, chosen.variant, chosen.model_class)
     recipe = load_recipe_file(chosen.recipe) if chosen.recipe else None
     run = Run(checkpoint, chosen, recipe)
     if progress:
@@ -121,7 +121,9 @@ def _write_program(job: Job, target: Path) -> None:
 
 def _write_recipe(run: Run, job: Job, target: Path) -> None:
     """A recipe that does not come with mlxconv goes into the bundle: `verify` needs it."""
-    if run.options.recipe and job.compiled is not None and job.recipe is run.recipe:
+    if job.derived:
+        (target / RECIPE_FILE).write_text(job.derived, encoding="utf-8")
+    elif run.options.recipe and job.compiled is not None and job.recipe is run.recipe:
         shutil.copyfile(run.options.recipe, target / RECIPE_FILE)
 
 

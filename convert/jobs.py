@@ -30,7 +30,7 @@ from .quantization import (
     load_policy_file,
     parse_precision,
 )
-from .recipe import Recipe, all_recipes, load_recipe
+from .recipe import Recipe, load_recipe, recipe_names
 from .report import human_bytes
 
 # What `target_size` chooses from, the most precise first.
@@ -53,6 +53,7 @@ class Options:
     set: tuple[tuple[str, str], ...] = ()
     sizes: tuple[Size, ...] = ()
     recipe: Path | None = None
+    model_class: str | None = None
     method: str = "refit"
     target_size: float | None = None
     variant: str | None = None
@@ -75,6 +76,7 @@ class Job:
     policy: Policy
     plan: Plan
     note: str = ""
+    derived: str = ""  # the recipe's text, where it was derived
 
 
 @dataclass
@@ -140,30 +142,47 @@ def chosen_components(run: Run) -> list[str]:
 def _prepare(run: Run, component: Component) -> Job:
     config = merged_config(component)
     cls = component_class(component)
-    recipe = _recipe_for(run, component)
-    compiled, note = None, ""
-    if recipe is None or run.options.weights_only:
-        note = "weights only" + ("" if recipe else f" (no recipe for {component.class_name})")
-        if recipe is None and len(run.checkpoint.components) == 1 and not run.options.weights_only:
-            load_recipe(component.class_name)  # raises: it says how to add one
+    recipe, derived, note = _recipe_for(run, component, cls, config)
+    compiled = None
+    if recipe is None:
         parameters, tied = _module_parameters(cls, component, config)
     else:
         run.say(f"{component.name}: tracing {component.class_name}")
         compiled = compile_program(cls, config, recipe, run.options.sizes)
-        parameters, tied = compiled.parameters, {}
-    match = match_keys({n: p.shape for n, p in parameters.items()}, component.tensors, tied)
+        parameters, tied = compiled.parameters, compiled.tied
+    shapes = {n: p.shape for n, p in parameters.items()}
+    others = {n: shapes[first] for n, first in tied.items() if first in shapes}
+    match = match_keys(shapes | others, component.tensors, tied)
     match.check(str(component.path))
     named = parameters if compiled else _stored_names(parameters, match)
     found = match.found if compiled else {name: name for name in named}
     policy = _policy(run.options, run.checkpoint, component, recipe)
     plan = make_plan(component, named, found, policy, run.options.method)
-    return Job(component, config, recipe, compiled, match, named, found, policy, plan, note)
+    return Job(
+        component, config, recipe, compiled, match, named, found, policy, plan, note, derived
+    )
 
 
-def _recipe_for(run: Run, component: Component) -> Recipe | None:
+def _recipe_for(
+    run: Run, component: Component, cls: type, config: dict[str, Any]
+) -> tuple[Recipe | None, str, str]:
+    """The recipe: given, shipped, or derived (then its text too); and a note for the report."""
+    if run.options.weights_only:
+        return None, "", "weights only"
     if run.recipe is not None and run.recipe.class_name == component.class_name:
-        return run.recipe
-    return all_recipes().get(component.class_name)
+        return run.recipe, "", ""
+    if component.class_name in recipe_names() and not component.named:
+        return load_recipe(component.class_name), "", ""
+    from .derived import derive_recipe
+
+    run.say(f"{component.name}: no recipe for {component.class_name}, deriving one")
+    try:
+        recipe, text = derive_recipe(cls, config, component.library)
+    except MlxconvError as error:
+        if len(run.checkpoint.components) == 1:
+            raise
+        return None, "", f"weights only (no recipe for {component.class_name}: {error})"
+    return recipe, text, "by a derived recipe (recipe.toml): verify it"
 
 
 def _module_parameters(

@@ -42,13 +42,32 @@ def find_class(library: str, class_name: str, where: Path) -> type:
     return found
 
 
-def diffusers_config(cls: Any, config: dict[str, Any], where: Path) -> dict[str, Any]:
-    """Constructor defaults overlaid with config.json, as `cls.from_config` merges them.
+def named_class(module: str, class_name: str) -> type:
+    """The torch module class that a user named by its module, which is imported."""
+    import importlib
+
+    import torch
+
+    try:
+        found = getattr(importlib.import_module(module), class_name, None)
+    except ImportError as error:
+        raise MlxconvError(
+            f"--class {module}:{class_name}: cannot import {module} ({error}); install it, or set "
+            "PYTHONPATH"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
+        raise MlxconvError(f"--class {module}:{class_name}: {module} has no such torch module")
+    return found
+
+
+def constructor_config(cls: Any, config: dict[str, Any], where: Path) -> dict[str, Any]:
+    """Constructor defaults overlaid with config.json, as diffusers' `from_config` merges them.
 
     Keys that the constructor does not take are dropped. Raises MlxconvError where an argument
     without default is not configured.
     """
-    given = cls.extract_init_dict(dict(config))[0]
+    extract = getattr(cls, "extract_init_dict", None)
+    given = extract(dict(config))[0] if extract else config
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     merged = {p.name: given.get(p.name, p.default) for p in named}

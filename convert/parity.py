@@ -86,6 +86,7 @@ def verify(
     dtype: str | None = None,
     threshold: float | None = None,
     recipe: str | Path | None = None,
+    model_class: str | None = None,
     stream: bool = False,
     dims: Mapping[str, int] | None = None,
     say: Callable[[str], None] = lambda text: None,
@@ -97,13 +98,14 @@ def verify(
     bf16 and fp16 when the error is at most 1.5x that of PyTorch in that dtype against PyTorch in
     fp32; a quantized bundle when the runtime equals its dequantized weights run in PyTorch (1e-4),
     the error against the fp32 original being reported beside. `stream` holds one block at a time.
+    `model_class` is the "package.module:Class" that the bundle was converted by, if any.
     `dims` are sizes to run at, by the recipe's names (by default others than those traced with).
     """
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
     if tier not in TIERS:
         raise MlxconvError(f"--tier {tier}: this version measures {', '.join(TIERS)}")
     opened = open_bundle(bundle)
-    checkpoint = open_checkpoint(against, opened.manifest.get("variant"))
+    checkpoint = open_checkpoint(against, opened.manifest.get("variant"), model_class)
     given = load_recipe_file(recipe) if recipe else None
     report = ParityReport(str(bundle), str(against), seed)
     for name in _names(opened, checkpoint, components):

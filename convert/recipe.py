@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import math
 import operator
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -29,7 +29,7 @@ DType = Literal["compute", "float32", "int64", "bool"]
 Expression = str | int
 STAGES = ("constant", "prompt", "schedule", "step")
 DTYPES = ("compute", "float32", "int64", "bool")
-MASKS = ("ragged",)
+MASKS = ("ragged", "ragged_left")
 RECIPE_FILE = "recipe.toml"  # in a bundle, where the recipe is not one of ours
 
 
@@ -163,8 +163,9 @@ class Input:
 
     ``shape`` holds expressions. Values: seeded normal floats, or ``value`` (a number, or
     numbers repeated along the flattened tensor), or ``integers`` (low, high) with high
-    excluded, or ``mask = "ragged"`` (row i keeps fewer leading ones). ``count`` makes it a list
-    of that many. ``when`` drops it where the expression is false.
+    excluded, or ``mask = "ragged"`` (row i keeps fewer leading ones; "ragged_left": fewer
+    trailing ones). ``count`` makes it a list of that many. ``when`` drops it where the expression
+    is false.
     """
 
     name: str
@@ -185,13 +186,23 @@ class Input:
 
 @dataclass(frozen=True)
 class ProgramRecipe:
-    """One entry point of a class: the traced method, its inputs, and its other arguments."""
+    """One entry point of a class: the traced method, its inputs, and its other arguments.
+
+    ``method`` is a path: a method, or a submodule (``model``) whose forward is called.
+    """
 
     name: str
     method: str
     inputs: Mapping[str, Input]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     when: Expression | bool = True
+
+    def callable(self, module: torch.nn.Module) -> Callable[..., Any]:
+        """What the program is traced from; of a submodule its call, so that hooks run."""
+        found: Any = operator.attrgetter(self.method)(module)
+        return (
+            functools.wraps(found.forward)(found.__call__) if hasattr(found, "forward") else found
+        )
 
 
 @dataclass(frozen=True)
@@ -437,10 +448,11 @@ def load_recipe_file(path: str | Path) -> Recipe:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise MlxconvError(f"cannot read recipe {path}: {error.strerror or error}") from error
-    return _parse_toml(text, str(path))
+    return parse_recipe(text, str(path))
 
 
-def _parse_toml(text: str, source: str) -> Recipe:
+def parse_recipe(text: str, source: str) -> Recipe:
+    """The recipe in a TOML text; ``source`` is what errors call it."""
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -448,10 +460,10 @@ def _parse_toml(text: str, source: str) -> Recipe:
     return _read(data, source)
 
 
-@lru_cache
+@functools.lru_cache
 def load_recipe(class_name: str) -> Recipe:
     """The recipe that ships for a class, by the class's name."""
-    known = _recipe_names()
+    known = recipe_names()
     if class_name not in known:
         near = difflib.get_close_matches(class_name, known, 3, 0.5)
         hint = f" (close: {', '.join(near)})" if near else ""
@@ -460,18 +472,19 @@ def load_recipe(class_name: str) -> Recipe:
             "or pass --recipe FILE"
         )
     path = files("mlxconv").joinpath("recipes", f"{class_name}.toml")
-    return _parse_toml(path.read_text(encoding="utf-8"), f"recipes/{class_name}.toml")
+    return parse_recipe(path.read_text(encoding="utf-8"), f"recipes/{class_name}.toml")
 
 
-@lru_cache
-def _recipe_names() -> tuple[str, ...]:
+@functools.lru_cache
+def recipe_names() -> tuple[str, ...]:
+    """The classes that have a recipe, without reading any."""
     folder = files("mlxconv").joinpath("recipes")
     return tuple(sorted(p.name[:-5] for p in folder.iterdir() if p.name.endswith(".toml")))
 
 
 def all_recipes() -> dict[str, Recipe]:
     """Every recipe that ships, by class name."""
-    return {name: load_recipe(name) for name in _recipe_names()}
+    return {name: load_recipe(name) for name in recipe_names()}
 
 
 # --- example inputs ---------------------------------------------------------------------------
@@ -545,7 +558,7 @@ def _values(spec: Input, shape: tuple[int, ...], generator: torch.Generator) -> 
     if spec.integers is not None:
         return torch.randint(*spec.integers, shape, generator=generator)
     if spec.mask is not None:
-        return _ragged(shape)
+        return _ragged(shape).flip(-1) if spec.mask == "ragged_left" else _ragged(shape)
     return torch.randn(shape, generator=generator)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from mlxconv.runtime.errors import MlxconvError
 
-from .checkpoint import Component, component_class, match_keys, merged_config
+from .checkpoint import Component, component_class, match_keys, merged_config, tied_weights
 
 Array = np.ndarray[Any, Any]
 _SMALL = 50_000_000  # parameters; below this torch is fastest on one thread
@@ -48,7 +49,7 @@ class Reference:
         """The method's tensors, and those that the modules at `taps` returned (last call)."""
         found: dict[str, list[Array]] = {}
         with _recording(self.module, taps, found), torch.no_grad():
-            output = getattr(self.module, method)(**inputs)
+            output = attrgetter(method)(self.module)(**inputs)
         return _tensors(output), found
 
 
@@ -64,8 +65,10 @@ def load_reference(component: Component, dtype: torch.dtype, *, stream: bool = F
     if stream:
         return Reference(*_streamed(component, dtype, label))
     cls: Any = component_class(component)
+    if not hasattr(cls, "from_pretrained"):
+        return Reference(_plain_module(cls, component).to(dtype), label)
     options: dict[str, Any] = {"local_files_only": True, "variant": component.variant}
-    if component.library == "diffusers":
+    if hasattr(cls, "from_config"):
         options |= {"torch_dtype": dtype}
         options["use_safetensors"] = component.files[0].suffix == ".safetensors"
     else:
@@ -76,6 +79,15 @@ def load_reference(component: Component, dtype: torch.dtype, *, stream: bool = F
         first = (str(error).splitlines() or [""])[0]
         raise MlxconvError(f"{component.path}: diffusers cannot load it ({first})") from error
     return Reference(module, label)
+
+
+def _plain_module(cls: type, component: Component) -> nn.Module:
+    """A module that is neither diffusers' nor transformers', with the checkpoint's tensors."""
+    config = {k: v for k, v in merged_config(component).items() if not k.startswith("_")}
+    module: nn.Module = cls(**config)
+    tensors = _Tensors(component, module)
+    module.load_state_dict({name: tensors[name] for name in tensors.wanted})
+    return module
 
 
 @contextmanager
@@ -134,7 +146,7 @@ class _Tensors:
         self.component = component
         self.wanted = module.state_dict(keep_vars=True)
         shapes = {name: tuple(t.shape) for name, t in self.wanted.items()}
-        self.match = match_keys(shapes, component.tensors)
+        self.match = match_keys(shapes, component.tensors, tied_weights(module))
         self.match.check(str(component.path))
         self.others: Mapping[str, torch.Tensor] = {}
 

@@ -18,7 +18,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,7 +101,7 @@ class Traced:
 
     ``placeholders`` maps a placeholder to the parameter or constant that it stands for.
     ``symbols`` maps the graph's size symbols to recipe expressions. ``fixed`` holds the dims
-    whose value is built into the graph.
+    whose value is built into the graph. ``tied`` maps further names of a parameter to its first.
     """
 
     class_name: str
@@ -117,6 +117,7 @@ class Traced:
     fixed: dict[str, int]
     taps: tuple[Tap, ...] = field(default=())
     repeated: dict[str, Repeated] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
 
 
 # --- the module -------------------------------------------------------------------------------
@@ -140,11 +141,13 @@ def build_module(
     dtypes are those of ``from_pretrained(torch_dtype=dtype)`` (diffusers 0.42 ``ModelMixin``):
     the default dtype is ``dtype`` during construction; floating parameters and persistent buffers
     are cast, but for ``_keep_in_fp32_modules``; other buffers and plain attributes are as built.
+    transformers keeps those for float16 alone, and ``_keep_in_fp32_modules_strict`` always.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(tracked_fakes=[]))
     with _fake_registration(mode), _default_dtype(dtype), torch.no_grad():
         module = _construct(cls, config)
-    kept = getattr(module, "_keep_in_fp32_modules", None) or []
+    lenient = hasattr(cls, "config_class") and dtype != torch.float16
+    kept = getattr(module, f"_keep_in_fp32_modules{'_strict' if lenient else ''}", None) or []
     _cast(module, mode, dtype, [kept] if isinstance(kept, str) else list(kept))
     return module.eval(), mode
 
@@ -153,11 +156,23 @@ def _construct(cls: type[nn.Module], config: Mapping[str, Any]) -> nn.Module:
     try:
         if hasattr(cls, "from_config"):
             return cls.from_config(dict(config))  # type: ignore[no-any-return]
-        return cls(**config)
+        if hasattr(cls, "config_class"):
+            return _of_transformers(cls, config)
+        return cls(**{key: value for key, value in config.items() if not key.startswith("_")})
     except Exception as error:
         raise MlxconvError(
             f"{cls.__name__} cannot be built from its configuration: {error}. Check config.json"
         ) from error
+
+
+def _of_transformers(cls: Any, config: Mapping[str, Any]) -> nn.Module:
+    """Without the initial values, which cost as much time as a trace."""
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        module: nn.Module = cls(cls.config_class.from_dict(dict(config)))
+    module.tie_weights()  # type: ignore[operator]
+    return module
 
 
 @contextlib.contextmanager
@@ -166,7 +181,7 @@ def _fake_registration(mode: FakeTensorMode) -> Iterator[None]:
     parameter, buffer = nn.Module.register_parameter, nn.Module.register_buffer
 
     def fake_parameter(self: nn.Module, name: str, value: nn.Parameter | None) -> None:
-        if value is not None:
+        if value is not None and not isinstance(value, FakeTensor):  # a tied one stays the same
             value = nn.Parameter(_fake(mode, value), requires_grad=False)
         parameter(self, name, value)
 
@@ -262,7 +277,7 @@ def trace(
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """torch logs tracebacks of operations that do not fit; the error raised says it in a line."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, logger.disabled = logger.disabled, True
@@ -285,7 +300,7 @@ def _tracing(module: nn.Module, apart: set[str] | None) -> Iterator[set[str]]:
             repeats.traced_once(module, apart) as stood_in,
             _taps(module),
             _symbolic_builtins(module),
-            _quiet(),
+            quiet(),
         ):
             yield stood_in
     finally:
@@ -331,18 +346,33 @@ def _job(
 ) -> _Job:
     entry = recipe.program(program)
     module, _ = build_module(cls, config, dtype=dtype)
-    if entry.method != "forward":
-        module.forward = getattr(module, entry.method)
     merged = merged_config(cls, config)
+    kwargs = example_inputs(recipe, program, merged, dims, dtype=dtype)
+    module.forward = _of_named(entry.callable(module), kwargs)
     return _Job(
         module,
         recipe,
         entry,
         merged,
         recipe.trace_dims(merged, dims),
-        example_inputs(recipe, program, merged, dims, dtype=dtype),
+        kwargs,
         dtype,
     )
+
+
+def _of_named(forward: Callable[..., Any], names: Iterable[str]) -> Callable[..., Any]:
+    """A function of these arguments, as torch.export wants it, where there are ``**kwargs``."""
+    kinds = [p.kind for p in inspect.signature(forward).parameters.values()]
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        return forward
+
+    @functools.wraps(forward)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    listed = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names]
+    named.__signature__ = inspect.Signature(listed)  # type: ignore[attr-defined]
+    return named
 
 
 def _export(job: _Job) -> ExportedProgram:
@@ -394,7 +424,7 @@ def _symbolic_builtins(module: nn.Module) -> Iterator[None]:
     names = {type(child).__module__ for child in module.modules()}
     spaces = [vars(sys.modules[n]) for n in names if n.split(".")[0] in _LIBRARIES]
     added = [(space, name) for space in spaces for name in _STAND_INS if name not in space]
-    multiply, tensor = torch.SymInt.__rmul__, torch.tensor
+    multiply, tensor, linspace = torch.SymInt.__rmul__, torch.tensor, torch.linspace
 
     def repeat_or_multiply(self: torch.SymInt, other: Any) -> Any:
         return _Repeated(other, self) if isinstance(other, list) else multiply(self, other)
@@ -407,10 +437,15 @@ def _symbolic_builtins(module: nn.Module) -> Iterator[None]:
     for space, name in added:
         space[name] = _STAND_INS[name]
     torch.SymInt.__rmul__, torch.tensor = repeat_or_multiply, tensor_of  # type: ignore
+    torch.linspace = _linspace(linspace)
+    data = torch.Tensor.data
+    torch.Tensor.data = property(torch.Tensor.detach, data.__set__)  # type: ignore
     try:
         yield
     finally:
         torch.SymInt.__rmul__, torch.tensor = multiply, tensor  # type: ignore
+        torch.linspace = linspace
+        del torch.Tensor.data
         for space, name in added:
             del space[name]
 
@@ -449,6 +484,23 @@ def _extreme(
         return functools.reduce(symbolic, items)
 
     return extreme
+
+
+def _linspace(builtin: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``torch.linspace``, whose ``steps`` has to be a number, for symbolic steps as well."""
+
+    def linspace(start: Any, end: Any, steps: Any, **options: Any) -> torch.Tensor:
+        if not isinstance(steps, torch.SymInt):
+            return builtin(start, end, steps, **options)
+        options["dtype"] = options.get("dtype") or torch.get_default_dtype()
+        place = torch.arange(steps, **options)
+        step = (end - start) / (steps - 1)
+        # As torch does, each half from its own end.
+        return torch.where(
+            place < steps // 2, start + step * place, end - step * (steps - 1 - place)
+        )
+
+    return linspace
 
 
 _LIBRARIES = ("diffusers", "transformers")
@@ -518,9 +570,10 @@ def _where(error: BaseException) -> str:
 
 def _traced(job: _Job, exported: ExportedProgram) -> Traced:
     signature = exported.graph_signature
-    parameters = _parameters(job)
+    tied = tied_names(job.module)
+    parameters = _parameters(job, tied)
     placeholders = {
-        **signature.inputs_to_parameters,
+        **{node: tied.get(n, n) for node, n in signature.inputs_to_parameters.items()},
         **signature.inputs_to_buffers,
         **signature.inputs_to_lifted_tensor_constants,
     }
@@ -555,16 +608,26 @@ def _traced(job: _Job, exported: ExportedProgram) -> Traced:
             if node.target is torch.ops.mlxconv.tap.default
         ),
         repeated=repeated,
+        tied=tied,
     )
 
 
-def _parameters(job: _Job) -> dict[str, TracedParameter]:
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Further names of parameters that have several -> the first of them."""
+    first: dict[int, str] = {}
+    named = module.named_parameters(remove_duplicate=False)
+    names = {name: first.setdefault(id(parameter), name) for name, parameter in named}
+    return {name: other for name, other in names.items() if name != other}
+
+
+def _parameters(job: _Job, tied: Mapping[str, str]) -> dict[str, TracedParameter]:
     def name_of(dtype: torch.dtype) -> str:
         return "compute" if dtype == job.dtype else str(dtype).removeprefix("torch.")
 
     return {
         name: TracedParameter(name, tuple(tensor.shape), name_of(tensor.dtype))
         for name, tensor in job.module.state_dict(keep_vars=True).items()
+        if name not in tied
     }
 
 

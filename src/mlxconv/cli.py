@@ -1,4 +1,4 @@
-"""The command line: `mlxconv convert | verify | inspect | models | demo`.
+"""The command line: `mlxconv convert | verify | inspect | recipe | models | demo`.
 
 Facts go to stdout as JSON with `--json`; people read stderr. Exit 0: success; 1: a clear failure;
 2: usage; 130: interrupted. Everything heavy is imported inside the command that needs it.
@@ -96,6 +96,8 @@ def cli() -> None:
 @click.option(
     "--recipe", type=click.Path(path_type=Path, dir_okay=False), help="Recipe to trace by."
 )
+@click.option("--class", "model_class", metavar="MODULE:CLASS",
+              help="Class of a single component, from a package of yours.")  # fmt: skip
 @click.option("--method", default="refit", show_default=True,
               type=click.Choice(["refit", "rtn", "search", "imatrix", "gptq"]),
               help="How quantized values are chosen.")  # fmt: skip
@@ -122,7 +124,7 @@ def convert(
     if verify_after and not options["dry_run"]:
         from .convert.parity import verify as check
 
-        parity = check(out, source, recipe=options["recipe"])
+        parity = check(out, source, recipe=options["recipe"], model_class=options["model_class"])
         data["verify"], passed = parity.as_json(), parity.passed
         text += "\n" + parity.as_text()
     _emit(as_json, data, text)
@@ -154,6 +156,8 @@ class _Dim(click.ParamType):  # type: ignore[type-arg]
               help="Precision of the run. [default: the bundle's]")  # fmt: skip
 @click.option("--threshold", type=float, help="Largest rel_l2 that passes.")
 @click.option("--recipe", type=click.Path(path_type=Path, dir_okay=False), help="Recipe to use.")
+@click.option("--class", "model_class", metavar="MODULE:CLASS",
+              help="Class of a single component, from a package of yours.")  # fmt: skip
 @click.option("--stream", is_flag=True, help="Hold one block in memory at a time, on both sides.")
 @click.option("--dim", "dims", multiple=True, type=_Dim(),
               help="Size to run at, by the recipe's name for it (repeat).")  # fmt: skip
@@ -193,6 +197,39 @@ def inspect(
         return
     report = look(path, tensors=tensors)
     _emit(as_json, report.as_json(), report.as_text())
+
+
+@cli.group()
+def recipe() -> None:
+    """Recipes: what a class takes, which sizes are free, what stays precise."""
+
+
+@recipe.command("new")
+@click.argument("class_name", metavar="CLASS")
+@click.option("--config", type=click.Path(path_type=Path), metavar="FILE",
+              help="config.json to derive it at. [default: the constructor's]")  # fmt: skip
+@click.option("-o", "--out", type=click.Path(path_type=Path, dir_okay=False),
+              help="Write it here. [default: print it]")  # fmt: skip
+@click.option("--force", is_flag=True, help="Replace an existing file.")
+@_common
+def recipe_new(
+    class_name: str, config: Path | None, out: Path | None, force: bool, as_json: bool,
+    verbose: bool, debug: bool,
+) -> None:  # fmt: skip
+    """Derive a recipe for CLASS: a class of diffusers or transformers, or package.module:Class."""
+    _quiet()
+    from .convert.derived import new_recipe
+
+    text = new_recipe(class_name, config)
+    if out is not None:
+        if out.exists() and not force:
+            raise MlxconvError(f"{out}: exists; --force replaces it")
+        out.write_text(text, encoding="utf-8")
+        say(f"{out}: written; try it by mlxconv convert SOURCE -o OUT --recipe {out} --verify")
+    if as_json:
+        click.echo(json.dumps({"class": class_name, "recipe": text, "path": out and str(out)}))
+    elif out is None:
+        click.echo(text, nl=False)
 
 
 @cli.command()
