@@ -104,6 +104,11 @@ def _refuse_masks(b: Builder, indices: Sequence[Arg]) -> None:
         )
 
 
+@lowers("nonzero")
+def _nonzero(b: Builder, x: Arg) -> Arg:
+    return b.emit("nonzero", x=x)
+
+
 @lowers("index")
 def _index(b: Builder, x: Arg, indices: Sequence[Arg]) -> Arg:
     _refuse_masks(b, indices)

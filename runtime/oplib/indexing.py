@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..errors import MlxconvError
 from .registry import ints, op
 
 
@@ -97,6 +98,19 @@ def _everywhere(indices: Sequence[mx.array | None]) -> tuple[mx.array | slice, .
 def index(x: mx.array, indices: Sequence[mx.array | None]) -> mx.array:
     """Advanced indexing; None keeps an axis."""
     return x[_everywhere(indices)]
+
+
+@op
+def nonzero(x: mx.array) -> mx.array:
+    """Places of the elements that are not zero: int32 [n, x.ndim].
+
+    n depends on the values, so x is evaluated here, which `compile` cannot do.
+    """
+    try:
+        found = np.argwhere(np.array(x != 0))
+    except ValueError as error:  # mx.compile has no values
+        raise MlxconvError("a size depends on an input's values: use compile='off'") from error
+    return mx.array(found.astype(np.int32))
 
 
 @op
