@@ -318,6 +318,7 @@ DTYPES = (
     row("clone", lambda x: x.clone(), f(5)),
     row("contiguous", lambda x: x.transpose(0, 1).contiguous(), f(3, 4)),
     row("detach", lambda x: x.detach() * 2, f(5)),
+    row("alias", lambda x: torch.ops.aten.alias(x) * 2, f(5)),
     row("view dtype", lambda x: x.view(torch.int32), exact([1.5, -2.0], "float32")),
     row("view_as_complex", torch.view_as_complex, f32(3, 2)),
     row("view_as_real", torch.view_as_real, c64(3)),
