@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from mlxconv.runtime.errors import MlxconvError
 
 from .checkpoint import Component, component_class, match_keys, merged_config, tied_weights
+from .posteriors import register_posteriors
 
 Array = np.ndarray[Any, Any]
 _SMALL = 50_000_000  # parameters; below this torch is fastest on one thread
@@ -40,6 +41,7 @@ class Reference:
 
     def __init__(self, module: nn.Module, label: str, streamed: _Tensors | None = None) -> None:
         self.module, self.label, self.streamed = module.eval(), label, streamed
+        register_posteriors(module)
         if sum(p.numel() for p in module.parameters()) < _SMALL:
             torch.set_num_threads(1)
 

@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 from mlxconv.runtime.errors import MlxconvError
 
 from . import repeats
+from .posteriors import register_posteriors
 from .recipe import Expression, ProgramRecipe, Recipe, evaluate, example_inputs, names_in, place
 from .repeats import Repeated, repeated_blocks
 
@@ -346,6 +347,7 @@ def _job(
 ) -> _Job:
     entry = recipe.program(program)
     module, _ = build_module(cls, config, dtype=dtype)
+    register_posteriors(module)
     merged = merged_config(cls, config)
     kwargs = example_inputs(recipe, program, merged, dims, dtype=dtype)
     module.forward = _of_named(entry.callable(module), kwargs)
