@@ -56,7 +56,9 @@ def tiny_checkpoint(recipe: Recipe, variant: str | None, folder: Path, seed: int
     library = transformers if recipe.library == "transformers" else diffusers
     cls = getattr(library, recipe.class_name)
     torch.set_num_threads(1)
-    module = cls(**recipe.tiny_config(variant)).eval()
+    config = recipe.tiny_config(variant)
+    by_object = recipe.library == "transformers"
+    module = (cls(cls.config_class(**config)) if by_object else cls(**config)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -138,11 +140,18 @@ def _measured(
 
 
 def write_figures(path: Path, measured: Sequence[Measured], versions: Mapping[str, str]) -> None:
-    """Figures as JSON, rounded to the digits that mean something."""
+    """Figures as JSON, rounded to the digits that mean something, beside those of other classes."""
     rows = [
         {k: float(f"{v:.2e}") if isinstance(v, float) else v for k, v in asdict(m).items()}
         for m in measured
     ]
+    new = {row["class_name"] for row in rows}
+    known = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    kept = [row for row in known if row["class_name"] not in new]
+    order = {q: i for i, q in enumerate(PRECISIONS)}
+    rows = sorted(
+        [*kept, *rows], key=lambda row: (row["class_name"], row["variant"], order[str(row["q"])])
+    )
     data = {"versions": dict(versions), "rows": rows}
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
@@ -150,28 +159,31 @@ def write_figures(path: Path, measured: Sequence[Measured], versions: Mapping[st
 def main(names: Sequence[str]) -> None:
     """Measure every recipe and every tiny variant; write the figures that `models` shows.
 
-    With names (classes, or recipe files) only those are measured, and printed, not written.
+    With classes named, only those; `--new` stands for those that have no figures yet. Recipe files
+    are measured and not written down.
     """
     from tqdm import tqdm
 
     from .bundle_files import versions
-    from .recipe import all_recipes, load_recipe, load_recipe_file
+    from .recipe import all_recipes, load_recipe, load_recipe_file, recipe_names
 
-    recipes = [load_recipe_file(n) if n.endswith(".toml") else load_recipe(n) for n in names]
-    jobs = [(r, v) for r in recipes or all_recipes().values() for v in (None, *r.tiny_variants)]
-    rows = []
-    for recipe, variant in tqdm(jobs, disable=None):
-        for row in measure(recipe, variant):
-            rows.append(row)
-            if names:
-                runtime = "" if row.runtime is None else f"runtime {row.runtime:.1e} "
-                verdict = "passed" if row.passed else f"FAILED {row.problem}"
-                print(f"{row.class_name} {row.variant} {row.q} {row.rel_l2:.1e} {runtime}{verdict}")
-    if not names:
-        target = Path(__file__).resolve().parent.parent / "recipes" / "parity.json"
-        write_figures(target, rows, versions())
-    failed = [f"{r.class_name} {r.variant} {r.q}: {r.problem}" for r in rows if not r.passed]
-    print("\n".join([f"{len(rows)} rows, {len(failed)} failed", *failed]))
+    target = Path(__file__).resolve().parent.parent / "recipes" / "parity.json"
+    if list(names) == ["--new"]:
+        known = {row["class_name"] for row in json.loads(target.read_text())["rows"]}
+        names = [name for name in recipe_names() if name not in known]
+    trial = any(name.endswith(".toml") for name in names)
+    recipes = [load_recipe_file(n) if trial else load_recipe(n) for n in names]
+    failed, done = [], recipes or list(all_recipes().values())
+    for recipe in tqdm(done, disable=None):
+        rows = [row for v in (None, *recipe.tiny_variants) for row in measure(recipe, v)]
+        for row in rows:
+            runtime = "" if row.runtime is None else f"runtime {row.runtime:.1e} "
+            verdict = "passed" if row.passed else f"FAILED {row.problem}"
+            print(f"{row.class_name} {row.variant} {row.q} {row.rel_l2:.1e} {runtime}{verdict}")
+        failed += [row for row in rows if not row.passed]
+        if not trial:
+            write_figures(target, rows, versions())
+    print(f"{len(done)} classes, {len(failed)} rows failed")
 
 
 if __name__ == "__main__":

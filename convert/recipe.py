@@ -13,9 +13,10 @@ import functools
 import math
 import operator
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -159,7 +160,8 @@ class Dim:
 class Input:
     """One tensor (or list of tensors) that a program takes, and how to make a plausible one.
 
-    A dot in ``name`` puts it into a dictionary: ``added_cond_kwargs.resolution``.
+    A dot in ``name`` puts it into a dictionary, or at a place of a list where a number follows:
+    ``added_cond_kwargs.resolution``, ``visual_rope_pos.0``.
 
     ``shape`` holds expressions. Values: seeded normal floats, or ``value`` (a number, or
     numbers repeated along the flattened tensor), or ``integers`` (low, high) with high
@@ -179,9 +181,9 @@ class Input:
     when: Expression | bool = True
 
     @property
-    def path(self) -> tuple[str, ...]:
+    def path(self) -> tuple[str | int, ...]:
         """Where it goes among the keyword arguments: the name, split at its dots."""
-        return tuple(self.name.split("."))
+        return tuple(int(part) if part.isdigit() else part for part in self.name.split("."))
 
 
 @dataclass(frozen=True)
@@ -200,9 +202,14 @@ class ProgramRecipe:
     def callable(self, module: torch.nn.Module) -> Callable[..., Any]:
         """What the program is traced from; of a submodule its call, so that hooks run."""
         found: Any = operator.attrgetter(self.method)(module)
-        return (
-            functools.wraps(found.forward)(found.__call__) if hasattr(found, "forward") else found
-        )
+        if not hasattr(found, "forward"):
+            return cast("Callable[..., Any]", found)
+
+        @functools.wraps(found.forward)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return found(*args, **kwargs)
+
+        return call
 
 
 @dataclass(frozen=True)
@@ -227,6 +234,7 @@ class Recipe:
     tiny_variants: Mapping[str, Mapping[str, Any]]
     sizes: Mapping[str, Expression]
     unused: tuple[str, ...] = ()  # globs: tensors that the class has and its forward drops
+    real: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # published models' configs
 
     def program(self, name: str) -> ProgramRecipe:
         """The program of that name; MlxconvError names those that exist."""
@@ -272,6 +280,7 @@ _TOP = {
     "tiny_variants",
     "sizes",
     "unused",
+    "real",
 }
 _DIM = {"trace", "check", "fixed", "values"}
 _PROGRAM = {"method", "inputs", "arguments", "when"}
@@ -340,6 +349,7 @@ def _read(data: dict[str, Any], source: str) -> Recipe:
     dims = _dims(read, data["dims"], config_names if tiny else None)
     names = config_names | set(dims) if tiny else None
     programs = read.table(data["programs"], "programs")
+    real = read.table(data.get("real", {}), "real")
     precision = read.table(data.get("precision", {}), "precision", {"keep", "modulation"})
     sizes = read.table(data.get("sizes", {}), "sizes", set(dims))
     return Recipe(
@@ -357,6 +367,7 @@ def _read(data: dict[str, Any], source: str) -> Recipe:
             k: read.expression(v, f"sizes.{k}", names and (names | {"H", "W"}))
             for k, v in sizes.items()
         },
+        real={k: read.table(v, f"real.{k}") for k, v in real.items()},
         unused=read.listed(data.get("unused", []), "unused", str, "patterns"),
     )
 
@@ -522,11 +533,23 @@ def example_inputs(
     return made
 
 
-def place(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    """Set ``tree[path[0]][path[1]]...``, making the dictionaries on the way."""
-    for part in path[:-1]:
-        tree = tree.setdefault(part, {})
+def place(tree: Any, path: Sequence[str | int], value: Any) -> None:
+    """Set ``tree[path[0]][path[1]]...``, making the dictionaries and lists on the way."""
+    for part, following in pairwise(path):
+        empty: Any = [] if isinstance(following, int) else {}
+        if isinstance(tree, dict):
+            tree = tree.setdefault(part, empty)
+        else:
+            _fill(tree, cast("int", part), empty)
+            tree = tree[part]
+    if isinstance(tree, list):
+        _fill(tree, cast("int", path[-1]), value)
     tree[path[-1]] = value
+
+
+def _fill(listed: list[Any], index: int, value: Any) -> None:
+    """Make a list long enough to have ``index``."""
+    listed += [value] * (index + 1 - len(listed))
 
 
 def argument_value(value: Any, names: Mapping[str, Any]) -> Any:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from .recipe import all_recipes
+from .real_size import read_rows
+from .recipe import Recipe, all_recipes
 
 FIGURES = "parity.json"  # beside the recipes; written by `python -m mlxconv.convert.measure`
 
@@ -21,6 +22,9 @@ class Supported:
     recipe: str
     pipelines: tuple[str, ...]
     parity: list[dict[str, Any]]
+    kind: str = "denoiser"
+    keep: tuple[str, ...] = ()
+    real: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,19 @@ class SupportedModels:
                     "recipe": m.recipe,
                     "pipelines": list(m.pipelines),
                     "parity": m.parity,
+                    "kind": m.kind,
+                    "keep": list(m.keep),
+                    "real": list(m.real),
                 }
                 for m in self.models
             ],
         }
+
+    def as_markdown(self) -> str:
+        """The page docs/MODELS.md."""
+        from .models_page import page
+
+        return page(self.models, self.measured_with)
 
     def as_text(self) -> str:
         """A table for people: worst figure over the configurations of each class."""
@@ -61,6 +74,16 @@ class SupportedModels:
         return "\n".join(lines)
 
 
+def kind_of(recipe: Recipe) -> str:
+    """denoiser, autoencoder, text encoder or adapter, by library, programs and name."""
+    if recipe.library == "transformers":
+        return "text encoder"
+    if {"encode", "decode"} & set(recipe.programs):
+        return "autoencoder"
+    named = recipe.class_name
+    return "adapter" if "ControlNet" in named or "Adapter" in named else "denoiser"
+
+
 def _worst(rows: Sequence[dict[str, Any]], q: str, key: str) -> float | None:
     values = [row[key] for row in rows if row["q"] == q and row[key] is not None]
     return max(values) if values else None
@@ -71,12 +94,16 @@ def supported_models() -> SupportedModels:
     figures = files("mlxconv").joinpath("recipes", FIGURES)
     data = json.loads(figures.read_text(encoding="utf-8")) if figures.is_file() else {}
     rows: list[dict[str, Any]] = data.get("rows", [])
+    real = read_rows()
     models = [
         Supported(
             name,
             f"recipes/{name}.toml",
             tuple(recipe.pipelines),
             [row for row in rows if row["class_name"] == name],
+            kind_of(recipe),
+            recipe.precision.keep,
+            tuple(row for row in real if row["class_name"] == name),
         )
         for name, recipe in sorted(all_recipes().items())
     ]

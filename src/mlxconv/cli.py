@@ -233,12 +233,16 @@ def recipe_new(
 
 
 @cli.command()
+@click.option("--markdown", is_flag=True, help="Print docs/MODELS.md.")
 @_common
-def models(as_json: bool, verbose: bool, debug: bool) -> None:
+def models(markdown: bool, as_json: bool, verbose: bool, debug: bool) -> None:
     """Every supported class, its recipe, and the parity measured for it in this version."""
     from .convert.supported import supported_models
 
     table = supported_models()
+    if markdown:
+        click.echo(table.as_markdown(), nl=False)
+        return
     _emit(as_json, table.as_json(), table.as_text())
 
 

@@ -1,0 +1,105 @@
+"""Published models at their real size: traced without weights, each in a process of its own.
+
+`python -m mlxconv.convert.real_size` runs every `[real]` configuration of the recipes (or those of
+the classes named), and writes `recipes/real.json`, which `mlxconv models` and docs/MODELS.md show.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+FIGURES = "real.json"  # beside the recipes
+
+
+def real_size(class_name: str, name: str) -> dict[str, Any]:
+    """Trace, lower, rewrite, outline one published configuration; time, memory, sizes, shares."""
+    import math
+
+    from mlxconv.runtime.program import to_json
+    from mlxconv.runtime.stages import shares
+
+    from .model_class import find_class
+    from .programs import compile_program
+    from .quantization import matches
+    from .recipe import load_recipe
+
+    recipe = load_recipe(class_name)
+    cls = find_class(recipe.library, class_name, Path(class_name))
+    wall, cpu = time.perf_counter(), time.process_time()
+    made = compile_program(cls, recipe.real[name], recipe)
+    seconds, spent = time.perf_counter() - wall, time.process_time() - cpu
+    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    sizes = {n: math.prod(p.shape) for n, p in made.parameters.items()}
+    kept = sum(
+        size
+        for n, size in sizes.items()
+        if any(matches(p, n.removesuffix(".weight")) for p in recipe.precision.keep)
+    )
+    total = sum(sizes.values())
+    return {
+        "class_name": class_name,
+        "name": name,
+        "parameters": total,
+        "seconds": round(seconds, 1),
+        "cpu_seconds": round(spent, 1),
+        "peak_gib": round((usage if sys.platform == "darwin" else usage * 1024) / 2**30, 2),
+        "json_kb": round(len(to_json(made.program)) / 1000),
+        "nodes": made.program.count_nodes(),
+        "entries": len(made.program.entries),
+        "stages": {k: round(v, 3) for k, v in shares(made.program).items()},
+        "kept": round(kept / max(1, total), 3),
+    }
+
+
+def measure(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Every published configuration of the classes named (all without names)."""
+    from .recipe import all_recipes, load_recipe
+
+    recipes = [load_recipe(n) for n in names] or list(all_recipes().values())
+    rows = []
+    for recipe in recipes:
+        for name in recipe.real:
+            command = [sys.executable, "-W", "ignore", "-m", __spec__.name, recipe.class_name, name]
+            done = subprocess.run([*command, "--one"], capture_output=True, text=True, check=False)
+            if done.returncode:
+                lines = done.stderr.strip().splitlines() or ["no reason given"]
+                print(f"{recipe.class_name} {name}: failed: {lines[-1]}")
+                continue
+            rows.append(json.loads(done.stdout))
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure, and replace the rows of what was measured in the file of figures."""
+    if arguments[-1:] == ["--one"]:
+        print(json.dumps(real_size(*arguments[:2])))
+        return
+    rows = measure(arguments)
+    target = Path(__file__).resolve().parent.parent / "recipes" / FIGURES
+    known = read_rows()
+    new = {(row["class_name"], row["name"]) for row in rows}
+    kept = [row for row in known if (row["class_name"], row["name"]) not in new]
+    rows = sorted([*kept, *rows], key=lambda row: (row["class_name"], row["name"]))
+    target.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def read_rows() -> list[dict[str, Any]]:
+    """The figures that come with this installation."""
+    file = files("mlxconv").joinpath("recipes", FIGURES)
+    rows: list[dict[str, Any]] = []
+    if file.is_file():
+        rows = json.loads(file.read_text(encoding="utf-8"))
+    return rows
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

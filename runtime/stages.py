@@ -1,0 +1,72 @@
+"""When each value of a program is known, and so what share of the weights each stage needs."""
+
+from collections.abc import Mapping
+
+from .program import STAGES, Arg, Body, Entry, Node, Program, refs, weights
+
+Stages = Mapping[str, int]  # index into STAGES
+
+
+def weight_stages(program: Program, entry: Entry) -> dict[str, int]:
+    """The latest stage that reads each weight of an entry, by index into `STAGES`."""
+    found: dict[str, int] = {}
+    stages = {i.name: STAGES.index(i.stage) for i in entry.inputs}
+    _walk(program, entry, stages, "", found)
+    return found
+
+
+def shares(program: Program) -> dict[str, float]:
+    """Share of the parameters that each stage is the last to read, over all entries."""
+    latest: dict[str, int] = {}
+    for entry in program.entries:
+        for name, stage in weight_stages(program, entry).items():
+            latest[name] = max(stage, latest.get(name, 0))
+    sizes = {name: _count(p.shape) for name, p in program.parameters.items()}
+    total = sum(sizes[name] for name in latest if name in sizes) or 1
+    held = [0] * len(STAGES)
+    for name, stage in latest.items():
+        held[stage] += sizes.get(name, 0)
+    return {stage: count / total for stage, count in zip(STAGES, held)}
+
+
+def _walk(
+    program: Program, body: Body, stages: dict[str, int], prefix: str, found: dict[str, int]
+) -> None:
+    for node in body.nodes:
+        if node.op == "call":
+            block = program.blocks[str(node.args["block"])]
+            inner = dict(zip(block.inputs, _given(node, stages)))
+            path = prefix + str(node.args["prefix"]) + "."
+            _walk(program, block, inner, path, found)
+        out = _outputs(program, node, stages)
+        for name in weights(node.args.values()):
+            found[prefix + name] = max(*out, 0, found.get(prefix + name, 0))
+        stages.update(zip(node.out, out))
+
+
+def _given(node: Node, stages: Stages) -> list[int]:
+    """The stage of each input of a call."""
+    inputs = node.args["inputs"]
+    return [_latest((arg,), stages) for arg in inputs] if isinstance(inputs, tuple) else []
+
+
+def _latest(args: tuple[Arg, ...], stages: Stages) -> int:
+    return max((stages.get(name, 0) for name in refs(args)), default=0)
+
+
+def _outputs(program: Program, node: Node, stages: Stages) -> list[int]:
+    """The stage of each output; a block's may be known at different stages."""
+    if node.op != "call":
+        return [_latest(tuple(node.args.values()), stages)] * len(node.out)
+    block = program.blocks[str(node.args["block"])]
+    inner = dict(zip(block.inputs, _given(node, stages)))
+    for each in block.nodes:
+        inner.update(zip(each.out, _outputs(program, each, inner)))
+    return [_latest((output,), inner) for output in block.outputs]
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for n in shape:
+        count *= n
+    return count
