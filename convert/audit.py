@@ -16,7 +16,14 @@ from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program import Parameter
 from mlxconv.runtime.weights import INDEX_FILE, Quantization, Specs, weight_map
 
-from .checkpoint import Component, StoredTensor, match_keys
+from .checkpoint import (
+    Component,
+    KeyMatch,
+    StoredTensor,
+    component_class,
+    match_keys,
+    merged_config,
+)
 from .comparison import Sums
 from .plan import to_stored
 from .safetensors_io import read_header
@@ -132,8 +139,19 @@ def _pairs(
             kind = parameters[name].kind if name in parameters else "other"
             wanted[name] = torch_shape(tensor, kind)
     match = match_keys(wanted, component.tensors)
+    if match.missing:
+        match = _match_tied(wanted, component)
     match.check(where)
-    return {name: component.tensors[stored] for name, stored in match.found.items()}
+    return {name: component.tensors[match.found[name]] for name in wanted}
+
+
+def _match_tied(wanted: Mapping[str, tuple[int, ...]], component: Component) -> KeyMatch:
+    """The checkpoint may store a tensor under another of its names."""
+    from .tracing import build_module, tied_names
+
+    tied = tied_names(build_module(component_class(component), merged_config(component))[0])
+    others = {name: wanted[first] for name, first in tied.items() if first in wanted}
+    return match_keys({**wanted, **others}, component.tensors, tied)
 
 
 def _compare_dense(made: StoredTensor, source: StoredTensor, kind: str, sums: Sums) -> str:

@@ -69,8 +69,9 @@ class Lowered:
     constants: tuple[str, ...]
 
 
-def lower(traced: Traced, compute: torch.dtype = torch.bfloat16) -> Lowered:
+def lower(traced: Traced, compute: torch.dtype | None = None) -> Lowered:
     """One entry from one traced method; `compute` is the precision that it was traced in."""
+    compute = compute or traced.dtype
     graph = traced.exported.graph
     missing = unsupported(graph)
     if missing:

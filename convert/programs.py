@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,12 +27,14 @@ Size = tuple[int, int]  # pixels, width and height
 class Compiled:
     """A program, the values of its constants, and every tensor that the module owns.
 
-    `parameters` has those that no entry reads too (kind `other` unless the module says more).
+    `parameters` has those that no entry reads too (kind `other` unless the module says more);
+    `tied` their further names, each with the first.
     """
 
     program: Program
     constants: dict[str, np.ndarray[Any, Any]]
     parameters: dict[str, Parameter]
+    tied: dict[str, str] = field(default_factory=dict)
 
 
 def compile_program(
@@ -65,6 +67,7 @@ def _compile(
 
     lowered: list[Lowered] = []
     owned: dict[str, Parameter] = {}
+    tied: dict[str, str] = {}
     constants: dict[str, tuple[torch.Tensor, bool]] = {}
     for name in recipe.programs_for({**_defaults(cls, config), **config}):
         for dims in fixed_dims(recipe, sizes):
@@ -76,6 +79,7 @@ def _compile(
             owned = {
                 p.name: Parameter(p.shape, p.dtype, "other") for p in traced.parameters.values()
             }
+            tied = traced.tied
             del traced
     if not lowered:
         raise MlxconvError(f"{recipe.class_name}: its recipe has no program for this config.json")
@@ -88,7 +92,7 @@ def _compile(
     }
     program = Program(recipe.class_name, entries, blocks, used, listed)
     validate(program, recipe.class_name)
-    return Compiled(program, values, {**owned, **used})
+    return Compiled(program, values, {**owned, **used}, tied)
 
 
 def _defaults(cls: type, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,7 +114,7 @@ def _constants(
     from .tracing import build_module
 
     found = {name: (traced.constants[name], False) for name in names}
-    low = [name for name in names if traced.constants[name].dtype == torch.bfloat16]
+    low = [name for name in names if traced.constants[name].dtype == traced.dtype]
     if not low:
         return found
     exact, _ = build_module(cls, config, dtype=torch.float32)

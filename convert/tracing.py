@@ -17,6 +17,7 @@ import math
 import re
 import sys
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -118,6 +119,7 @@ class Traced:
     fixed: dict[str, int]
     taps: tuple[Tap, ...] = field(default=())
     repeated: dict[str, Repeated] = field(default_factory=dict)
+    dtype: torch.dtype = torch.bfloat16  # that stands for the compute dtype in the graph
     tied: dict[str, str] = field(default_factory=dict)
 
 
@@ -146,11 +148,47 @@ def build_module(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(tracked_fakes=[]))
     with _fake_registration(mode), _default_dtype(dtype), torch.no_grad():
-        module = _construct(cls, config)
+        module = _without_tables(cls, config, mode) or _construct(cls, config)
     lenient = hasattr(cls, "config_class") and dtype != torch.float16
     kept = getattr(module, f"_keep_in_fp32_modules{'_strict' if lenient else ''}", None) or []
     _cast(module, mode, dtype, [kept] if isinstance(kept, str) else list(kept))
     return module.eval(), mode
+
+
+def _without_tables(
+    cls: type[nn.Module], config: Mapping[str, Any], mode: FakeTensorMode
+) -> nn.Module | None:
+    """The module if none of its tensors is built by its class; what it computes costs no memory.
+
+    A class may compute gigabytes for a buffer that the checkpoint has.
+    """
+    try:
+        with mode:
+            module = cls.from_config(dict(config))  # type: ignore[attr-defined]
+    except Exception:  # a constructor may read values, which fake tensors do not have
+        return None
+    return None if _has_tables(module) else module  # type: ignore[no-any-return]
+
+
+def _has_tables(module: nn.Module) -> bool:
+    """Whether any tensor is neither a parameter nor a persistent buffer."""
+
+    def holds(value: Any, depth: int = 0) -> bool:
+        if isinstance(value, torch.Tensor):
+            return True
+        if isinstance(value, nn.Module) or depth > 3:
+            return False
+        items = value.values() if isinstance(value, dict) else value
+        if isinstance(items, (list, tuple, set, type({}.values()))):
+            return any(holds(item, depth + 1) for item in items)
+        return hasattr(value, "__dict__") and holds(vars(value), depth + 1)
+
+    registered = ("_parameters", "_buffers", "_modules")
+    return any(
+        child._non_persistent_buffers_set
+        or any(holds(v) for k, v in vars(child).items() if k not in registered)
+        for child in module.modules()
+    )
 
 
 def _construct(cls: type[nn.Module], config: Mapping[str, Any]) -> nn.Module:
@@ -253,9 +291,11 @@ def trace(
     program: str = "forward",
     *,
     dims: Mapping[str, int] | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
 ) -> Traced:
     """Export one program of ``cls`` at the recipe's trace sizes (or ``dims``), free dims symbolic.
+
+    ``dtype`` stands for the compute dtype: bf16, or fp16 where the class itself rounds to bf16.
 
     Raises MlxconvError where torch cannot export: it names the class, torch's reason and the
     source line.
@@ -343,10 +383,14 @@ def _job(
     recipe: Recipe,
     program: str,
     dims: Mapping[str, int] | None,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
 ) -> _Job:
     entry = recipe.program(program)
-    module, _ = build_module(cls, config, dtype=dtype)
+    module, _ = build_module(cls, config, dtype=dtype or torch.bfloat16)
+    if dtype is None:
+        dtype = torch.float16 if _rounds_to_bfloat16(module) else torch.bfloat16
+        if dtype == torch.float16:
+            module, _ = build_module(cls, config, dtype=dtype)
     register_posteriors(module)
     merged = merged_config(cls, config)
     kwargs = example_inputs(recipe, program, merged, dims, dtype=dtype)
@@ -360,6 +404,26 @@ def _job(
         kwargs,
         dtype,
     )
+
+
+def _rounds_to_bfloat16(module: nn.Module) -> bool:
+    """Whether a forward of it, or an attention processor, names bfloat16 and not float16.
+
+    Such a rounding is part of the class at every precision; in a graph of bf16 it would not show.
+    """
+
+    def names(code: types.CodeType) -> Iterator[str]:
+        yield from code.co_names
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                yield from names(constant)
+
+    functions = {type(part).forward for part in module.modules()}
+    functions |= {
+        type(part.processor).__call__ for part in module.modules() if hasattr(part, "processor")
+    }
+    found = [set(names(f.__code__)) for f in functions if hasattr(f, "__code__")]
+    return any("bfloat16" in each and "float16" not in each for each in found)
 
 
 def _of_named(forward: Callable[..., Any], names: Iterable[str]) -> Callable[..., Any]:
@@ -406,9 +470,12 @@ def _dynamic_shapes(job: _Job) -> dict[str, Any]:
     return shapes
 
 
-def _find(tree: Any, path: tuple[str, ...]) -> Any:
+def _find(tree: Any, path: tuple[str | int, ...]) -> Any:
     for part in path:
-        tree = tree.get(part) if isinstance(tree, dict) else None
+        if isinstance(part, int):
+            tree = tree[part] if isinstance(tree, list) and part < len(tree) else None
+        else:
+            tree = tree.get(part) if isinstance(tree, dict) else None
     return tree
 
 
@@ -440,6 +507,7 @@ def _symbolic_builtins(module: nn.Module) -> Iterator[None]:
         space[name] = _STAND_INS[name]
     torch.SymInt.__rmul__, torch.tensor = repeat_or_multiply, tensor_of  # type: ignore
     torch.linspace = _linspace(linspace)
+    torch.SymFloat.sqrt = torch._sym_sqrt  # type: ignore  # what numpy.sqrt calls
     data = torch.Tensor.data
     torch.Tensor.data = property(torch.Tensor.detach, data.__set__)  # type: ignore
     try:
@@ -447,7 +515,7 @@ def _symbolic_builtins(module: nn.Module) -> Iterator[None]:
     finally:
         torch.SymInt.__rmul__, torch.tensor = multiply, tensor  # type: ignore
         torch.linspace = linspace
-        del torch.Tensor.data
+        del torch.Tensor.data, torch.SymFloat.sqrt  # type: ignore
         for space, name in added:
             del space[name]
 
@@ -611,6 +679,7 @@ def _traced(job: _Job, exported: ExportedProgram) -> Traced:
         ),
         repeated=repeated,
         tied=tied,
+        dtype=job.dtype,
     )
 
 
