@@ -1,5 +1,6 @@
 """Rows: products, attention and convolutions."""
 
+from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program import Arg, Weight
 
 from .builder import Builder, int_per_axis, lowers, per_axis
@@ -21,6 +22,13 @@ def _addmm(b: Builder, c: Arg, x: Arg, y: Arg, *, beta: Arg = 1, alpha: Arg = 1)
         product = b.emit("matmul", a=x, b=y)
         return product if alpha == 1 else b.emit("mul", a=product, b=alpha)
     return b.emit("addmm", c=c, a=x, b=y, alpha=alpha, beta=beta)
+
+
+@lowers("linalg_qr")
+def _qr(b: Builder, x: Arg, mode: str = "reduced") -> Arg:
+    if mode != "reduced":
+        raise MlxconvError(f"QR decomposition with mode {mode!r}")
+    return b.emit_many("qr", 2, x=x)
 
 
 @lowers("outer")

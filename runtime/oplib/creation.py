@@ -24,8 +24,17 @@ def arange(start: Number, stop: Number, step: Number, dtype: str) -> mx.array:
 
 @op
 def linspace(start: float, stop: float, count: int, dtype: str) -> mx.array:
-    """`count` evenly spaced numbers from start to stop, both included."""
-    return from_numpy(np.linspace(start, stop, int(count)), dtype)
+    """`count` evenly spaced numbers from start to stop, both included.
+
+    In float32 with PyTorch's rounding: frequencies are powers of these, so the last bit tells.
+    """
+    if dtype != "float32" or count < 2:
+        return from_numpy(np.linspace(start, stop, int(count)), dtype)
+    low, high = np.float32(start), np.float32(stop)
+    step = np.float64((high - low) / np.float32(count - 1))
+    place = np.arange(int(count))
+    second = place >= int(count) // 2
+    return from_numpy(np.where(second, high - step * place[::-1], low + step * place), dtype)
 
 
 @op

@@ -143,6 +143,12 @@ def conv(
 
 
 @op
+def qr(x: mx.array) -> list[mx.array]:
+    """Reduced QR decomposition of (..., m, n): (..., m, k) and (..., k, n). CPU only in MLX."""
+    return list(mx.linalg.qr(x, stream=mx.cpu))
+
+
+@op
 def conv_transpose(
     x: mx.array,
     weight: mx.array,

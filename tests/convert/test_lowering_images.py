@@ -95,6 +95,8 @@ CREATION = (
         ).float() + x, f32(1)),
     row("arange of nothing", lambda x: torch.arange(0) + x, i64(1)),
     row("linspace", lambda x: torch.linspace(-1, 1, 7) + x, f32(1)),
+    row("linspace of many", lambda x: 1e5 * torch.linspace(-0.7, 9.2, 128) + x, f32(1),
+        tolerance=0.1),
     row("linspace one", lambda x: torch.linspace(2, 5, 1) + x, f32(1)),
     row("logspace", lambda x: torch.logspace(0, 2, 5, base=2.0) + x, f32(1)),
     row("full", lambda x: torch.full((2, 3), 1.5) + x, f32(1)),

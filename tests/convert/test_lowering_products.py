@@ -21,6 +21,8 @@ MATRICES = (
     row("matmul broadcasts", torch.matmul, f(2, 1, 3, 4), f(6, 4, 5)),
     row("matmul vector first", torch.matmul, f(4), f(2, 4, 5)),
     row("matmul vector last", torch.matmul, f(2, 3, 4), f(4)),
+    row("qr", torch.linalg.qr, f32(6, 3)),
+    row("qr of many", lambda x: torch.linalg.qr(x)[0], f32(2, 4, 4)),
     row("matmul transposed", lambda x: x @ x.transpose(-1, -2), f(2, 3, 4)),
     row("mm", torch.mm, f(3, 4), f(4, 5)),
     row("bmm", torch.bmm, f(2, 3, 4), f(2, 4, 5)),
