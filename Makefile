@@ -1,5 +1,6 @@
 # make demo: tiny checkpoint -> bf16, 8bit, 4bit bundles -> verified -> run -> table
 # make test: ruff, mypy --strict, pytest
+# make coverage: every other class that has a recipe, held to the same contract
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,13 +10,16 @@ TORCH := 2.13.0
 TORCH_INDEX ?=
 TORCH_SPEC := torch==$(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: demo test lint clean env
+.PHONY: demo test coverage lint clean env
 
 demo: env
 	$(BIN)/mlxconv demo
 
 test: lint
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not coverage"
+
+coverage: env
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m coverage
 
 lint: env
 	$(BIN)/ruff check src convert runtime tests

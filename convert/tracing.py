@@ -167,7 +167,7 @@ def _without_tables(
             module = cls.from_config(dict(config))  # type: ignore[attr-defined]
     except Exception:  # a constructor may read values, which fake tensors do not have
         return None
-    return None if _has_tables(module) else module  # type: ignore[no-any-return]
+    return None if _has_tables(module) else module
 
 
 def _has_tables(module: nn.Module) -> bool:
@@ -563,7 +563,7 @@ def _linspace(builtin: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         if not isinstance(steps, torch.SymInt):
             return builtin(start, end, steps, **options)
         options["dtype"] = options.get("dtype") or torch.get_default_dtype()
-        place = torch.arange(steps, **options)
+        place = torch.arange(steps, **options)  # type: ignore[call-overload]
         step = (end - start) / (steps - 1)
         # As torch does, each half from its own end.
         return torch.where(

@@ -30,8 +30,23 @@ RECIPES = files("mlxconv") / "recipes"
 LIMIT, NOISE, WORSE = 1e-4, 1e-5, 3.0
 CASES = [(name, v) for name, recipe in all_recipes().items() for v in (None, *recipe.tiny_variants)]
 IDS = [f"{name}-{variant}" if variant else name for name, variant in CASES]
+# These run in `make test`; the others are marked `coverage` and run in CI.
+CORE = {
+    "AuraFlowTransformer2DModel", "AutoencoderKL", "CLIPTextModel", "ChromaTransformer2DModel",
+    "DiTTransformer2DModel", "Flux2Transformer2DModel", "FluxTransformer2DModel",
+    "PixArtTransformer2DModel", "Qwen3Model", "QwenImageTransformer2DModel", "SD3Transformer2DModel",
+    "SanaTransformer2DModel", "T5EncoderModel", "UNet2DConditionModel", "WanTransformer3DModel",
+    "ZImageTransformer2DModel",
+}  # fmt: skip
+
+
+def _marks(class_name: str, name: str) -> list[pytest.MarkDecorator]:
+    coverage = [] if class_name in CORE else [pytest.mark.coverage]
+    return [pytest.mark.xdist_group(name), *coverage]
+
+
 PARAMETERS = [
-    pytest.param(*case, id=name, marks=pytest.mark.xdist_group(name))
+    pytest.param(*case, id=name, marks=_marks(case[0], name))
     for case, name in zip(CASES, IDS, strict=True)
 ]
 
