@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import sys
@@ -145,6 +146,12 @@ def write_figures(path: Path, measured: Sequence[Measured], versions: Mapping[st
         {k: float(f"{v:.2e}") if isinstance(v, float) else v for k, v in asdict(m).items()}
         for m in measured
     ]
+    with (Path(tempfile.gettempdir()) / "mlxconv-figures.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several processes may measure at once
+        _merge(path, rows, versions)
+
+
+def _merge(path: Path, rows: list[dict[str, Any]], versions: Mapping[str, str]) -> None:
     new = {row["class_name"] for row in rows}
     known = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
     kept = [row for row in known if row["class_name"] not in new]
@@ -160,7 +167,7 @@ def main(names: Sequence[str]) -> None:
     """Measure every recipe and every tiny variant; write the figures that `models` shows.
 
     With classes named, only those; `--new` stands for those that have no figures yet. Recipe files
-    are measured and not written down.
+    that are not among the shipped ones are measured and not written down.
     """
     from tqdm import tqdm
 
@@ -171,8 +178,9 @@ def main(names: Sequence[str]) -> None:
     if list(names) == ["--new"]:
         known = {row["class_name"] for row in json.loads(target.read_text())["rows"]}
         names = [name for name in recipe_names() if name not in known]
-    trial = any(name.endswith(".toml") for name in names)
-    recipes = [load_recipe_file(n) if trial else load_recipe(n) for n in names]
+    shipped = [Path(n).stem if Path(n).absolute().parent == target.parent else n for n in names]
+    trial = any(name.endswith(".toml") for name in shipped)
+    recipes = [load_recipe_file(n) if trial else load_recipe(n) for n in shipped]
     failed, done = [], recipes or list(all_recipes().values())
     for recipe in tqdm(done, disable=None):
         rows = [row for v in (None, *recipe.tiny_variants) for row in measure(recipe, v)]
