@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mlxconv.runtime.errors import MlxconvError
-from mlxconv.runtime.program import Parameter, Program, validate
+from mlxconv.runtime.program import (
+    Arg,
+    Entry,
+    Parameter,
+    Program,
+    Ref,
+    Weight,
+    substitute,
+    validate,
+)
 
 from .recipe import Recipe, evaluate
 
@@ -38,18 +47,23 @@ class Compiled:
 
 
 def compile_program(
-    cls: type, config: Mapping[str, Any], recipe: Recipe, sizes: Sequence[Size] = ()
+    cls: type,
+    config: Mapping[str, Any],
+    recipe: Recipe,
+    sizes: Sequence[Size] = (),
+    choices: Sequence[Mapping[str, int]] = (),
 ) -> Compiled:
     """Trace all entries that the recipe gives for this configuration; no weight is read.
 
-    `sizes` matter to classes that fix their image size: one entry for each. The last few results
-    are kept: converting one checkpoint to several precisions traces it once.
+    `sizes` matter to classes that fix their image size: one entry for each. `choices` of fixed
+    dims are traced in place of those that the recipe and `sizes` make. The last few results are
+    kept: converting one checkpoint to several precisions traces it once.
     """
-    key = repr((cls, sorted(config.items()), recipe, sizes))
+    key = repr((cls, sorted(config.items()), recipe, sizes, choices))
     if key not in _RECENT:
         while len(_RECENT) >= _KEPT:
             _RECENT.pop(next(iter(_RECENT)))
-        _RECENT[key] = _compile(cls, config, recipe, sizes)
+        _RECENT[key] = _compile(cls, config, recipe, choices or fixed_dims(recipe, sizes))
     return _RECENT[key]
 
 
@@ -58,7 +72,7 @@ _KEPT = 4
 
 
 def _compile(
-    cls: type, config: Mapping[str, Any], recipe: Recipe, sizes: Sequence[Size]
+    cls: type, config: Mapping[str, Any], recipe: Recipe, choices: Sequence[Mapping[str, int]]
 ) -> Compiled:
     from .lowering import Lowered, lower
     from .outline import outline
@@ -70,12 +84,12 @@ def _compile(
     tied: dict[str, str] = {}
     constants: dict[str, tuple[torch.Tensor, bool]] = {}
     for name in recipe.programs_for({**_defaults(cls, config), **config}):
-        for dims in fixed_dims(recipe, sizes):
+        for dims in choices:
             traced: Traced = trace(cls, config, recipe, name, dims=dims)
             found = lower(traced)
             entry = rewrite(found.entry, found.parameters)
-            lowered.append(replace(found, entry=entry))
-            constants.update(_constants(traced, found.constants, cls, config))
+            own = _constants(traced, found.constants, cls, config)
+            lowered.append(replace(found, entry=_merge_constants(entry, own, constants)))
             owned = {
                 p.name: Parameter(p.shape, p.dtype, "other") for p in traced.parameters.values()
             }
@@ -93,6 +107,36 @@ def _compile(
     program = Program(recipe.class_name, entries, blocks, used, listed)
     validate(program, recipe.class_name)
     return Compiled(program, values, {**owned, **used}, tied)
+
+
+def _merge_constants(
+    entry: Entry,
+    found: Mapping[str, tuple[torch.Tensor, bool]],
+    known: dict[str, tuple[torch.Tensor, bool]],
+) -> Entry:
+    """Add an entry's constants to those known; one of another entry's name and other values gets
+    a name of its own, in the entry too."""
+    renamed: dict[str, str] = {}
+    for name, (value, follows) in found.items():
+        new, number = name, 1
+        while new in known and not _same(known[new][0], value):
+            new, number = f"{name}.{number}", number + 1
+        known[new] = (value, follows)
+        if new != name:
+            renamed[name] = new
+
+    def read(item: Ref | Weight) -> Arg:
+        return Weight(renamed.get(item.name, item.name)) if isinstance(item, Weight) else item
+
+    if renamed:
+        for node in entry.nodes:
+            node.args = {key: substitute(arg, read) for key, arg in node.args.items()}
+        entry.outputs = tuple(substitute(arg, read) for arg in entry.outputs)
+    return entry
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
 
 
 def _defaults(cls: type, config: Mapping[str, Any]) -> dict[str, Any]:

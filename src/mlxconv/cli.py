@@ -199,6 +199,27 @@ def inspect(
     _emit(as_json, report.as_json(), report.as_text())
 
 
+@cli.command("add-size")
+@click.argument("bundle")
+@click.option("--component", default="transformer", show_default=True, metavar="NAME")
+@click.option("--size", "sizes", multiple=True, type=_Size(), help="In pixels (repeat).")
+@click.option("--dim", "dims", multiple=True, type=_Dim(),
+              help="A fixed dim, by the recipe's name for it (repeat).")  # fmt: skip
+@_common
+def add_size(
+    bundle: str, component: str, sizes: tuple[tuple[int, int], ...],
+    dims: tuple[tuple[str, int], ...], as_json: bool, verbose: bool, debug: bool,
+) -> None:  # fmt: skip
+    """Add a size to BUNDLE, for classes that fix theirs: a program more, the weights untouched."""
+    _quiet()
+    if not sizes and not dims:
+        raise click.UsageError("give --size WxH or --dim NAME=SIZE")
+    from .convert.resize import add_sizes
+
+    have = add_sizes(bundle, component, sizes, dict(dims))
+    _emit(as_json, {"bundle": bundle, "component": component, "sizes": have}, f"sizes: {have}")
+
+
 @cli.group()
 def recipe() -> None:
     """Recipes: what a class takes, which sizes are free, what stays precise."""

@@ -1,0 +1,65 @@
+"""What share of the weights each stage is the last to read, also inside blocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxconv.runtime.program import Block, Entry, Input, Node, Parameter, Program, Ref, Weight
+from mlxconv.runtime.stages import shares, weight_stages
+
+
+def linear(out: str, x: str, weight: str) -> Node:
+    return Node("linear", (out,), {"x": Ref(x), "weight": Weight(weight)})
+
+
+@pytest.fixture
+def program() -> Program:
+    """A block whose first output follows the time alone; a table that nothing decides."""
+    block = Block(
+        [
+            linear("v0", "i1", "modulation"),
+            linear("v1", "i0", "mlp"),
+            Node("add", ("v2",), {"a": Ref("v1"), "b": Ref("v0")}),
+        ],
+        (Ref("v0"), Ref("v2")),
+        inputs=("i0", "i1"),
+    )
+    call = Node(
+        "call",
+        ("a", "b"),
+        {"block": "block", "prefix": "layers.0", "inputs": (Ref("x"), Ref("t"))},
+    )
+    entry = Entry(
+        [call, linear("c", "a", "after_time"), linear("d", "b", "after_all"),
+         Node("abs", ("e",), {"x": Weight("table")}), linear("f", "p", "text")],
+        (Ref("c"), Ref("d"), Ref("e"), Ref("f")),
+        inputs=(
+            Input("x", "x", "compute[1]"),
+            Input("t", "t", "compute[1]", "schedule"),
+            Input("p", "p", "compute[1]", "prompt"),
+        ),
+    )  # fmt: skip
+    names = ["layers.0.modulation", "layers.0.mlp", "after_time", "after_all", "table", "text"]
+    parameters = {name: Parameter((2, 2 + i), "compute", "linear") for i, name in enumerate(names)}
+    return Program("Model", [entry], {"block": block}, parameters)
+
+
+def test_a_weight_is_of_the_latest_stage_that_reads_it(program: Program) -> None:
+    stages = weight_stages(program, program.entries[0])
+    assert stages == {
+        "layers.0.modulation": 2,
+        "layers.0.mlp": 3,
+        "after_time": 2,
+        "after_all": 3,
+        "table": 0,
+        "text": 1,
+    }
+
+
+def test_shares_are_of_all_that_is_read(program: Program) -> None:
+    found = shares(program)
+    assert sum(found.values()) == pytest.approx(1)
+    total = sum(2 * n for n in range(2, 8))
+    assert found["prompt"] == pytest.approx(2 * 7 / total)
+    assert found["constant"] == pytest.approx(2 * 6 / total)
+    assert found["schedule"] == pytest.approx((2 * 2 + 2 * 4) / total)
