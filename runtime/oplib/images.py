@@ -34,6 +34,8 @@ def upsample_nearest(
         size = x.shape[axis]
         scale = scales[i] if scales is not None else None
         out = int(sizes[i]) if sizes is not None else math.floor(size * (scale or 1))
+        if not size:
+            continue  # nothing gives nothing, along whatever axis
         if out % size == 0 and scale in (None, out / size):
             x = mx.repeat(x, out // size, axis) if out != size else x
         else:

@@ -1,4 +1,4 @@
-"""Reductions over nothing return; MLX's CPU kernel for them may not."""
+"""Operations on nothing return; MLX's CPU kernel for reductions may not."""
 
 from __future__ import annotations
 
@@ -26,3 +26,8 @@ def test_a_reduction_of_nothing_has_its_neutral_value(
     found = OPS[op](x=mx.zeros((3, 0, 2)), axis=axis, keepdims=keepdims)
     assert found.shape == shape
     np.testing.assert_array_equal(np.array(found), np.full(shape, value))
+
+
+def test_nothing_resampled_along_an_axis_is_nothing() -> None:
+    found = OPS["upsample_nearest"](x=mx.zeros((1, 2, 0, 3)), sizes=None, scales=(2, 2))
+    assert found.shape == (1, 2, 0, 6)
