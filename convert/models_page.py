@@ -16,8 +16,8 @@ UNSUPPORTED = "unsupported.json"  # beside the recipes: class -> reason
 
 _HEAD = """# Models
 
-Made by `mlxconv models --markdown` from what `python -m mlxconv.convert.measure` found; a test holds it
-to be current.
+Made by `mlxconv models --markdown` from what `python -m mlxconv.convert.measure` found; a test
+keeps it current.
 
 Figures are the worst over the tiny configurations of each class, on sizes other than those traced,
 against diffusers or transformers in fp32 on the CPU. `fp32` and `bf16` are `rel_l2`; of `8bit` and
