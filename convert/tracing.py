@@ -34,9 +34,11 @@ from torch.utils import _pytree as pytree
 from mlxconv.runtime.errors import MlxconvError
 
 from . import repeats
+from .conditions import answered
 from .posteriors import register_posteriors
 from .recipe import Expression, ProgramRecipe, Recipe, evaluate, example_inputs, names_in, place
 from .repeats import Repeated, repeated_blocks
+from .selections import selections
 
 _LIBRARY = torch.library.Library("mlxconv", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
@@ -303,7 +305,12 @@ def trace(
     apart: set[str] | None = set()  # blocks that have to be traced each, None for all
     while True:
         job = _job(cls, config, recipe, program, dims, dtype)
-        with _tracing(job.module, apart) as stood_in, torch.no_grad(), warnings.catch_warnings():
+        with (
+            _tracing(job.module, apart) as stood_in,
+            answered(job.entry.truths),
+            torch.no_grad(),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")
             try:
                 return _traced(job, _export(job))
@@ -341,6 +348,7 @@ def _tracing(module: nn.Module, apart: set[str] | None) -> Iterator[set[str]]:
             repeats.traced_once(module, apart) as stood_in,
             _taps(module),
             _symbolic_builtins(module),
+            selections(),
             quiet(),
         ):
             yield stood_in
@@ -507,7 +515,7 @@ def _symbolic_builtins(module: nn.Module) -> Iterator[None]:
         space[name] = _STAND_INS[name]
     torch.SymInt.__rmul__, torch.tensor = repeat_or_multiply, tensor_of  # type: ignore
     torch.linspace = _linspace(linspace)
-    torch.SymFloat.sqrt = torch._sym_sqrt  # type: ignore  # what numpy.sqrt calls
+    torch.SymFloat.sqrt = lambda size: size**0.5  # type: ignore  # what numpy.sqrt calls
     data = torch.Tensor.data
     torch.Tensor.data = property(torch.Tensor.detach, data.__set__)  # type: ignore
     try:
@@ -564,11 +572,10 @@ def _linspace(builtin: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
             return builtin(start, end, steps, **options)
         options["dtype"] = options.get("dtype") or torch.get_default_dtype()
         place = torch.arange(steps, **options)  # type: ignore[call-overload]
-        step = (end - start) / (steps - 1)
+        step = (end - start) / torch.sym_max(steps - 1, 1)
+        half = torch.sym_max(steps // 2, 1)
         # As torch does, each half from its own end.
-        return torch.where(
-            place < steps // 2, start + step * place, end - step * (steps - 1 - place)
-        )
+        return torch.where(place < half, start + step * place, end - step * (steps - 1 - place))
 
     return linspace
 
