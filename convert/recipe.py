@@ -198,6 +198,7 @@ class ProgramRecipe:
     inputs: Mapping[str, Input]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     when: Expression | bool = True
+    truths: tuple[bool, ...] = ()  # of the conditions on tensors' values, in their order
 
     def callable(self, module: torch.nn.Module) -> Callable[..., Any]:
         """What the program is traced from; of a submodule its call, so that hooks run."""
@@ -283,7 +284,7 @@ _TOP = {
     "real",
 }
 _DIM = {"trace", "check", "fixed", "values"}
-_PROGRAM = {"method", "inputs", "arguments", "when"}
+_PROGRAM = {"method", "inputs", "arguments", "when", "truths"}
 _INPUT = {"shape", "dtype", "stage", "value", "integers", "mask", "count", "when"}
 
 
@@ -408,6 +409,7 @@ def _program(read: _Reader, name: str, data: Any, names: set[str] | None) -> Pro
         inputs={k: _input(read, k, v, f"{key}.inputs.{k}", names) for k, v in inputs.items()},
         arguments=arguments,
         when=read.expression(data.get("when", True), f"{key}.when", names),
+        truths=read.listed(data.get("truths", []), f"{key}.truths", bool, "true or false"),
     )
 
 

@@ -513,6 +513,8 @@ def _symbolic_builtins(module: nn.Module) -> Iterator[None]:
 
     for space, name in added:
         space[name] = _STAND_INS[name]
+    hashed = torch.SymInt.__hash__
+    torch.SymInt.__hash__ = _hash_of_size  # type: ignore  # for sets, and functools.lru_cache
     torch.SymInt.__rmul__, torch.tensor = repeat_or_multiply, tensor_of  # type: ignore
     torch.linspace = _linspace(linspace)
     torch.SymFloat.sqrt = lambda size: size**0.5  # type: ignore  # what numpy.sqrt calls
@@ -522,10 +524,19 @@ def _symbolic_builtins(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         torch.SymInt.__rmul__, torch.tensor = multiply, tensor  # type: ignore
+        torch.SymInt.__hash__ = hashed  # type: ignore
         torch.linspace = linspace
         del torch.Tensor.data, torch.SymFloat.sqrt  # type: ignore
         for space, name in added:
             del space[name]
+
+
+def _hash_of_size(size: torch.SymInt) -> int:
+    """The same for equal expressions of one trace, so that comparing them tells nothing new."""
+    expression = size.node.expr
+    if expression.is_number:
+        return hash(int(expression))
+    return hash((str(expression), id(size.node.shape_env)))
 
 
 @dataclass(frozen=True)
@@ -548,6 +559,20 @@ class _Int(int, metaclass=_IntType):
         return value if isinstance(value, torch.SymInt) else int(value, *args)
 
 
+class _FloatType(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, float)
+
+
+class _Float(float, metaclass=_FloatType):
+    """``float``, but for a symbolic size, which stays symbolic."""
+
+    def __new__(cls, value: Any = 0.0) -> Any:
+        if isinstance(value, (torch.SymInt, torch.SymFloat)):
+            return torch.sym_float(value)  # type: ignore[no-untyped-call]
+        return float(value)
+
+
 def _len(value: Any) -> Any:
     return value.shape[0] if isinstance(value, torch.Tensor) else len(value)
 
@@ -557,7 +582,7 @@ def _extreme(
 ) -> Callable[..., Any]:
     def extreme(*values: Any, **options: Any) -> Any:
         items = values if len(values) > 1 else list(values[0])
-        if options or not any(isinstance(item, torch.SymInt) for item in items):
+        if options or not any(isinstance(item, (torch.SymInt, torch.SymFloat)) for item in items):
             return builtin(items, **options)
         return functools.reduce(symbolic, items)
 
@@ -583,6 +608,7 @@ def _linspace(builtin: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 _LIBRARIES = ("diffusers", "transformers")
 _STAND_INS: dict[str, Any] = {
     "int": _Int,
+    "float": _Float,
     "len": _len,
     "max": _extreme(max, torch.sym_max),
     "min": _extreme(min, torch.sym_min),
@@ -806,6 +832,6 @@ def _unmet(exported: ExportedProgram, kwargs: Mapping[str, Any]) -> list[str]:
 
     torch's other conditions on sizes mostly tell how it laid out a tensor, not what it computed.
     """
-    scope = {"L": kwargs, "max": max, "min": min, "math": math}
+    scope = {"L": kwargs, "max": max, "min": min, "math": math, "torch": torch}
     equations = [code for code in exported._guards_code if re.search(r"== \d+$", code)]
     return [code for code in equations if not eval(code, scope)]
