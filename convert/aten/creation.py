@@ -80,3 +80,14 @@ def _one_hot(b: Builder, x: Arg, classes: Arg = -1) -> Arg:
     wide = b.emit("expand_dims", x=x, axis=-1)
     every = b.emit("arange", start=0, stop=classes, step=1, dtype="int32")
     return b.cast(b.emit("eq", a=wide, b=every), torch.int64)
+
+
+@lowers("diag_embed")
+def _diag_embed(b: Builder, x: Arg, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Arg:
+    if offset or {dim1 % (b.rank(x) + 1), dim2 % (b.rank(x) + 1)} != {b.rank(x) - 1, b.rank(x)}:
+        raise MlxconvError("diag_embed other than on the diagonal of the last two axes")
+    size = shape_of(b, x)[-1]
+    diagonal = b.emit("eye", rows=size, columns=size, dtype="bool")
+    wide = b.emit("expand_dims", x=x, axis=-1)
+    zero = b.emit("full", shape=(), value=0, dtype=out_dtype(b))
+    return b.emit("where", condition=diagonal, a=wide, b=zero)

@@ -124,6 +124,8 @@ CREATION = (
     row("where scalar tensors", lambda c: torch.where(c, torch.tensor(1.0), torch.tensor(0.0)),
         flags(3)),
     row("eye", lambda x: torch.eye(3) + x, f32(3)),
+    row("diag_embed", torch.diag_embed, f(2, 3)),
+    row("diag_embed of booleans", torch.diag_embed, flags(3)),
     row("eye wide", lambda x: torch.eye(2, 3, dtype=torch.bool) & x, flags(3)),
 )  # fmt: skip
 
