@@ -22,7 +22,7 @@ keeps it current.
 Figures are the worst over the tiny configurations of each class, on sizes other than those traced,
 against diffusers or transformers in fp32 on the CPU. `fp32` and `bf16` are `rel_l2`; of `8bit` and
 `4bit` the first is what quantization costs, the second how far the runtime is from the same
-quantized weights run in PyTorch. Measured with {versions}.
+quantized weights run in PyTorch; `-` was not measured with this version. Measured with {versions}.
 
 Other classes: `mlxconv recipe new CLASS` derives a recipe, `docs/ADDING_A_MODEL.md` tells the rest.
 """

@@ -11,13 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from mlxconv.convert import repeats
-from mlxconv.convert.recipe import ProgramRecipe, all_recipes, example_inputs, load_recipe
+from mlxconv.convert.recipe import ProgramRecipe, example_inputs, load_recipe
 from mlxconv.convert.tracing import Traced, build_module, merged_config, trace
 from mlxconv.runtime.errors import MlxconvError
 
 torch.set_num_threads(1)
 
-VARIANTS = [(n, v) for n, recipe in all_recipes().items() for v in (None, *recipe.tiny_variants)]
 # Each program once, in the variant with the most in it.
 TRACED = [
     ("FluxTransformer2DModel", None, "forward"),
@@ -35,6 +34,11 @@ TRACED = [
     ("WanTransformer3DModel", "ti2v_5b", "timestep_per_token"),
     ("AutoencoderKL", None, "decode"),
     ("AutoencoderKL", None, "encode"),
+]
+VARIANTS = [
+    (name, variant)
+    for name in dict.fromkeys(name for name, *_ in TRACED)
+    for variant in (None, *load_recipe(name).tiny_variants)
 ]
 each_traced = pytest.mark.parametrize(("name", "variant", "program"), TRACED)
 
