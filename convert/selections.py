@@ -5,6 +5,8 @@ size. Classes mostly do one of two things with them, of which each has a form of
 
 - ``x[mask] = f(x[mask])`` is ``where(mask, f(x), x)``, for an ``f`` of each element by itself;
 - ``cat([x[a], y[b], x[~a], y[~b]])`` is all of x and y in another order.
+
+And a tensor full of one number, a size perhaps, can be read as a list of it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _NOT = "_mlxconv_not"  # attribute: the mask that this one is the opposite of
+_FULL = "_mlxconv_full"  # attribute: the number that each element is
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,10 +108,26 @@ class selections(TorchFunctionMode):
             return _Selection(*args)
         if func is _set and isinstance(args[2], _Selection):
             return _put(*args)
+        if func is torch.Tensor.item and hasattr(args[0], _FULL):
+            return getattr(args[0], _FULL)
         found = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.unbind and hasattr(args[0], _FULL):  # by which a list is made
+            for item in found:
+                setattr(item, _FULL, getattr(args[0], _FULL))
         if func is _invert:
             setattr(found, _NOT, args[0])
+        elif func is torch.full and len(args) > 1 and isinstance(args[1], (int, torch.SymInt)):
+            setattr(found, _FULL, args[1])
+        elif _changes(func) and hasattr(args[0], _FULL):
+            delattr(args[0], _FULL)
         return found
+
+
+def _changes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name.startswith("__i") or name == "__setitem__"
+    return name.endswith("_")
 
 
 def _is_mask(index: Any) -> bool:

@@ -509,6 +509,8 @@ def _symbolic_builtins(module: nn.Module) -> Iterator[None]:
     def tensor_of(data: Any, **options: Any) -> torch.Tensor:
         if isinstance(data, _Repeated) and len(data.items) == 1:
             return torch.full((data.count,), data.items[0], **options)
+        if isinstance(data, float) and options.get("dtype") in (torch.bfloat16, torch.float16):
+            return torch.full((), data, **options)  # the graph has the number, not its rounding
         return tensor(data, **options)
 
     for space, name in added:
