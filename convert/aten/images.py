@@ -1,5 +1,6 @@
 """Rows: resampling, pooling and windows."""
 
+import math
 from collections.abc import Sequence
 
 from mlxconv.runtime.errors import MlxconvError
@@ -54,18 +55,35 @@ TABLE["_upsample_bicubic2d_aa.vec"] = _smooth("upsample_cubic", True)
 
 
 def _pooling(
-    b: Builder, x: Arg, axes: int, kernel: Arg, stride: Arg, padding: Arg, ceil_mode: bool
+    b: Builder, axes: int, kernel: Arg, stride: Arg, padding: Arg
 ) -> dict[str, tuple[int, ...]]:
-    """Settings one an axis. `ceil_mode` must make no difference."""
+    """Settings one an axis."""
     width = int_per_axis(kernel, axes)
     step = int_per_axis(stride, axes) if stride else width
-    edge = int_per_axis(padding, axes)
-    if ceil_mode:
-        sizes = b.value(x).shape[-axes:]
-        for size, k, s, p in zip(sizes, width, step, edge):
-            if not isinstance(size, int) or (size + 2 * p - k) % s:
-                raise MlxconvError("pooling with ceil_mode is not supported")
-    return {"kernel": width, "stride": step, "padding": edge}
+    return {"kernel": width, "stride": step, "padding": int_per_axis(padding, axes)}
+
+
+def _beyond(b: Builder, x: Arg, settings: dict[str, tuple[int, ...]]) -> tuple[Arg, ...]:
+    """How far the last windows of `ceil_mode` reach beyond x, one an axis; nothing if none does."""
+    axes = len(settings["kernel"])
+    more: list[Arg] = []
+    for axis, (k, s, p) in enumerate(zip(*settings.values()), b.rank(x) - axes):
+        size = b.value(x).shape[axis]
+        if isinstance(size, int):
+            more.append((k - size - 2 * p) % s)
+        else:
+            rest = b.emit("sub", a=k - 2 * p, b=size_of(b, x, axis))
+            more.append(b.emit("mod", a=rest, b=s))
+    if not any(isinstance(m, Ref) or m for m in more):
+        return ()
+    if any(p or s > k for k, s, p in zip(*settings.values())):
+        raise MlxconvError("pooling with ceil_mode, and padding or gaps, is not supported")
+    return tuple(more)
+
+
+def _extended(b: Builder, x: Arg, more: tuple[Arg, ...], value: float) -> Ref:
+    widths = (*((0, 0) for _ in range(b.rank(x) - len(more))), *((0, m) for m in more))
+    return b.emit("pad", x=x, widths=widths, mode="constant", value=value)
 
 
 def _avg_pool(axes: int) -> Lowering:
@@ -73,14 +91,18 @@ def _avg_pool(axes: int) -> Lowering:
         b: Builder, x: Arg, kernel: Arg, stride: Arg = (), padding: Arg = 0,
         ceil_mode: bool = False, count_include_pad: bool = True, divisor: Arg = None,
     ) -> Arg:  # fmt: skip
-        settings = _pooling(b, x, axes, kernel, stride, padding, ceil_mode)
+        settings = _pooling(b, axes, kernel, stride, padding)
         if divisor is not None:
             raise MlxconvError("pooling with divisor_override is not supported")
-        y = b.emit("avg_pool", x=x, **settings)
-        if count_include_pad or not any(settings["padding"]):
+        more = _beyond(b, x, settings) if ceil_mode else ()
+        y = b.emit("avg_pool", x=_extended(b, x, more, 0) if more else x, **settings)
+        if not more and (count_include_pad or not any(settings["padding"])):
             return y
         sizes = shape_of(b, x)[-axes:]
         ones = b.emit("full", shape=sizes, value=1, dtype=b.dtype_name(b.result.dtype))
+        if more:
+            value = b.value(x)
+            ones = _extended(b, b.note(ones, value.new_empty(value.shape[-axes:])), more, 0)
         return b.emit("div", a=y, b=b.emit("avg_pool", x=ones, **settings))
 
     return row
@@ -93,8 +115,10 @@ def _max_pool(axes: int) -> Lowering:
     ) -> Arg:  # fmt: skip
         if set(int_per_axis(dilation, axes)) != {1}:
             raise MlxconvError("pooling with dilation is not supported")
-        settings = _pooling(b, x, axes, kernel, stride, padding, ceil_mode)
-        return b.emit("max_pool", x=x, **settings)
+        settings = _pooling(b, axes, kernel, stride, padding)
+        more = _beyond(b, x, settings) if ceil_mode else ()
+        y = _extended(b, x, more, -math.inf) if more else x
+        return b.emit("max_pool", x=y, **settings)
 
     return row
 

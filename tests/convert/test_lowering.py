@@ -85,7 +85,7 @@ def test_an_operation_that_a_row_refuses_is_named_with_its_module() -> None:
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (lambda x: F.avg_pool2d(x, 2, ceil_mode=True), "ceil_mode"),
+        (lambda x: F.avg_pool2d(x, 2, 2, 1, ceil_mode=True), "ceil_mode"),
         (lambda x: F.avg_pool2d(x, 2, divisor_override=3), "divisor_override"),
         (lambda x: F.fold(F.unfold(x, 2), (5, 5), 2), "col2im"),
         (lambda x: F.unfold(x[0], 2), "unbatched"),
