@@ -220,6 +220,21 @@ def test_tied_parameters_stay_one_while_they_are_fake() -> None:
     assert tied_names(module) == {"encoder.embed_tokens.weight": "shared.weight"}
 
 
+def test_a_number_made_in_the_compute_dtype_keeps_its_digits() -> None:
+    """Gemma scales by the root of its width: rounded to bf16 it would be wrong in fp32."""
+
+    class Scaled(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.tensor(96**0.5, dtype=x.dtype)
+
+    recipe = parse_recipe(
+        'class = "Scaled"\n[dims]\n[programs.forward.inputs]\nx = { shape = [2] }\n', "here"
+    )
+    graph = trace(Scaled, {}, recipe).exported.graph
+    made = [n.args[1] for n in graph.nodes if n.target is torch.ops.aten.full.default]
+    assert made == [96**0.5]
+
+
 # ---- recipes ------------------------------------------------------------------------------------
 
 
