@@ -167,7 +167,8 @@ class Input:
     numbers repeated along the flattened tensor), or ``integers`` (low, high) with high
     excluded, or ``mask = "ragged"`` (row i keeps fewer leading ones; "ragged_left": fewer
     trailing ones). ``count`` makes it a list of that many. ``when`` drops it where the expression
-    is false.
+    is false. ``known``: a program has the ``value`` built in, as a mask of ones where nothing is
+    padded.
     """
 
     name: str
@@ -179,6 +180,7 @@ class Input:
     mask: str | None = None
     count: Expression | None = None
     when: Expression | bool = True
+    known: bool = False
 
     @property
     def path(self) -> tuple[str | int, ...]:
@@ -285,7 +287,7 @@ _TOP = {
 }
 _DIM = {"trace", "check", "fixed", "values"}
 _PROGRAM = {"method", "inputs", "arguments", "when", "truths"}
-_INPUT = {"shape", "dtype", "stage", "value", "integers", "mask", "count", "when"}
+_INPUT = {"shape", "dtype", "stage", "value", "integers", "mask", "count", "when", "known"}
 
 
 @dataclass(frozen=True)
@@ -419,6 +421,8 @@ def _input(read: _Reader, name: str, data: Any, key: str, names: set[str] | None
         raise read.fail(f"{key}.shape", "missing")
     if len({"value", "integers", "mask"} & set(data)) > 1:
         raise read.fail(key, "has more than one of value, integers, mask")
+    if data.get("known") and "value" not in data:
+        raise read.fail(f"{key}.known", "needs a value")
     value = data.get("value", [])
     integers = data.get("integers")
     return Input(
@@ -436,6 +440,7 @@ def _input(read: _Reader, name: str, data: Any, key: str, names: set[str] | None
         mask=read.one_of(data["mask"], f"{key}.mask", MASKS) if "mask" in data else None,
         count=read.expression(data["count"], f"{key}.count", names) if "count" in data else None,
         when=read.expression(data.get("when", True), f"{key}.when", names),
+        known=read.typed(data.get("known", False), f"{key}.known", bool, "true or false"),
     )
 
 

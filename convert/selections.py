@@ -116,6 +116,10 @@ class selections(TorchFunctionMode):
                 setattr(item, _FULL, getattr(args[0], _FULL))
         if func is _invert:
             setattr(found, _NOT, args[0])
+        elif func is torch.Tensor.sum and hasattr(args[0], _FULL):
+            axis = (kwargs or {}).get("dim", args[1] if len(args) > 1 else None)
+            if isinstance(axis, int):
+                setattr(found, _FULL, getattr(args[0], _FULL) * args[0].shape[axis])
         elif func is torch.full and len(args) > 1 and isinstance(args[1], (int, torch.SymInt)):
             setattr(found, _FULL, args[1])
         elif _changes(func) and hasattr(args[0], _FULL):

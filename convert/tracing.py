@@ -402,7 +402,7 @@ def _job(
     register_posteriors(module)
     merged = merged_config(cls, config)
     kwargs = example_inputs(recipe, program, merged, dims, dtype=dtype)
-    module.forward = _of_named(entry.callable(module), kwargs)
+    module.forward = _of_known(_of_named(entry.callable(module), kwargs), entry)
     return _Job(
         module,
         recipe,
@@ -447,6 +447,20 @@ def _of_named(forward: Callable[..., Any], names: Iterable[str]) -> Callable[...
     listed = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names]
     named.__signature__ = inspect.Signature(listed)  # type: ignore[attr-defined]
     return named
+
+
+def _of_known(forward: Callable[..., Any], entry: ProgramRecipe) -> Callable[..., Any]:
+    """A function that makes the inputs whose value is known itself."""
+    values = {spec.name: int(spec.value[0]) for spec in entry.inputs.values() if spec.known}
+    if not values:
+        return forward
+
+    @functools.wraps(forward)
+    def known(*args: Any, **kwargs: Any) -> Any:
+        made = {n: torch.full(kwargs[n].shape, v, dtype=kwargs[n].dtype) for n, v in values.items()}
+        return forward(*args, **{**kwargs, **made})
+
+    return known
 
 
 def _export(job: _Job) -> ExportedProgram:
