@@ -613,8 +613,8 @@ def _linspace(builtin: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
             return builtin(start, end, steps, **options)
         options["dtype"] = options.get("dtype") or torch.get_default_dtype()
         place = torch.arange(steps, **options)  # type: ignore[call-overload]
-        step = (end - start) / torch.sym_max(steps - 1, 1)
-        half = torch.sym_max(steps // 2, 1)
+        step = (end - start) / torch.sym_max(steps - 1, 1)  # type: ignore[no-untyped-call]
+        half = torch.sym_max(steps // 2, 1)  # type: ignore[no-untyped-call]
         # As torch does, each half from its own end.
         return torch.where(place < half, start + step * place, end - step * (steps - 1 - place))
 
