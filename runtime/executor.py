@@ -452,11 +452,15 @@ def _bare(held: Held) -> Held:
 # ---- inputs -------------------------------------------------------------------------------------
 
 
+def _is_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, (list, tuple, dict)) and not value)
+
+
 def _check_keywords(class_name: str, entry: Entry, inputs: Mapping[str, Any]) -> None:
     tensors = list(dict.fromkeys(i.path.split(".")[0] for i in entry.inputs))
     fixed = {path.split(".")[0] for path in entry.literals}
     unknown = [
-        k for k, v in inputs.items() if k not in tensors and k not in fixed and v is not None
+        k for k, v in inputs.items() if k not in tensors and k not in fixed and not _is_nothing(v)
     ]
     if unknown:
         raise MlxconvError(
