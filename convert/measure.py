@@ -50,22 +50,27 @@ def tiny_checkpoint(recipe: Recipe, variant: str | None, folder: Path, seed: int
     Default initialisation has norms of one, biases of zero, and some outputs of zero: swapped or
     missing tensors would go unnoticed.
     """
-    import diffusers
     import torch
-    import transformers
 
-    library = transformers if recipe.library == "transformers" else diffusers
-    cls = getattr(library, recipe.class_name)
     torch.set_num_threads(1)
-    config = recipe.tiny_config(variant)
-    by_object = recipe.library == "transformers"
-    module = (cls(cls.config_class(**config)) if by_object else cls(**config)).eval()
+    module = tiny_module(recipe, variant)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(_weights(name, parameter.shape, generator))
     module.save_pretrained(str(folder))
     return folder
+
+
+def tiny_module(recipe: Recipe, variant: str | None = None) -> Any:
+    """The recipe's tiny model as its library initialises it."""
+    import diffusers
+    import transformers
+
+    of_transformers = recipe.library == "transformers"
+    cls = getattr(transformers if of_transformers else diffusers, recipe.class_name)
+    config = recipe.tiny_config(variant)
+    return (cls(cls.config_class(**config)) if of_transformers else cls(**config)).eval()
 
 
 def _weights(name: str, shape: Sequence[int], generator: Any) -> Any:
