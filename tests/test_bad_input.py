@@ -99,15 +99,16 @@ def test_an_unknown_class_says_how_to_add_a_recipe(source: Path, tmp_path: Path)
     assert "recipe" in message
 
 
-def test_a_known_class_without_a_recipe_says_how_to_add_one(tmp_path: Path) -> None:
-    from diffusers import PriorTransformer
+def test_a_known_class_whose_recipe_cannot_be_derived_says_why(tmp_path: Path) -> None:
+    from diffusers import LuminaNextDiT2DModel
 
-    PriorTransformer(
-        num_attention_heads=1, attention_head_dim=8, num_layers=1, embedding_dim=8,
-        num_embeddings=4,
-    ).save_pretrained(str(tmp_path / "prior"))  # fmt: skip
-    message = convert_failure(tmp_path / "prior", tmp_path)
-    assert "PriorTransformer" in message
+    LuminaNextDiT2DModel(
+        sample_size=8, in_channels=4, hidden_size=32, num_layers=1, num_attention_heads=2,
+        num_kv_heads=1, multiple_of=16, cross_attention_dim=32,
+    ).save_pretrained(str(tmp_path / "lumina"))  # fmt: skip
+    message = convert_failure(tmp_path / "lumina", tmp_path)
+    assert "LuminaNextDiT2DModel" in message
+    assert "image_rotary_emb" in message
     assert "--recipe" in message
 
 
