@@ -11,7 +11,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -59,12 +59,11 @@ def real_size(class_name: str, name: str) -> dict[str, Any]:
     }
 
 
-def measure(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Every published configuration of the classes named (all without names)."""
+def measure(names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Every published configuration of the classes named (all without names), as it is done."""
     from .recipe import all_recipes, load_recipe
 
     recipes = [load_recipe(n) for n in names] or list(all_recipes().values())
-    rows = []
     for recipe in recipes:
         for name in recipe.real:
             command = [sys.executable, "-W", "ignore", "-m", __spec__.name, recipe.class_name, name]
@@ -73,9 +72,7 @@ def measure(names: Sequence[str]) -> list[dict[str, Any]]:
                 lines = done.stderr.strip().splitlines() or ["no reason given"]
                 print(f"{recipe.class_name} {name}: failed: {lines[-1]}")
                 continue
-            rows.append(json.loads(done.stdout))
-            print(json.dumps(rows[-1]), flush=True)
-    return rows
+            yield json.loads(done.stdout)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -83,13 +80,16 @@ def main(arguments: Sequence[str]) -> None:
     if arguments[-1:] == ["--one"]:
         print(json.dumps(real_size(*arguments[:2])))
         return
-    rows = measure(arguments)
     target = Path(__file__).resolve().parent.parent / "recipes" / FIGURES
-    known = read_rows()
-    new = {(row["class_name"], row["name"]) for row in rows}
-    kept = [row for row in known if (row["class_name"], row["name"]) not in new]
-    rows = sorted([*kept, *rows], key=lambda row: (row["class_name"], row["name"]))
-    target.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    for row in measure(arguments):
+        print(json.dumps(row), flush=True)
+        known = [r for r in read_rows() if (r["class_name"], r["name"]) != _key(row)]
+        rows = sorted([*known, row], key=_key)
+        target.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def _key(row: dict[str, Any]) -> tuple[str, str]:
+    return row["class_name"], row["name"]
 
 
 def read_rows() -> list[dict[str, Any]]:
