@@ -43,16 +43,16 @@ def page(models: Sequence[Supported], versions: Mapping[str, str]) -> str:
 
 
 def _summary(models: Sequence[Supported]) -> list[str]:
-    rows = ["| kind | classes | configurations | fp32 `rel_l2`: median | worst | all passed |",
-            "|---|---|---|---|---|---|"]  # fmt: skip
+    rows = ["| kind | classes | measured | configurations | fp32 `rel_l2`: median | worst | passed |",
+            "|---|---|---|---|---|---|---|"]  # fmt: skip
     for kind in KINDS:
         found = [m for m in models if m.kind == kind]
         exact = [row["rel_l2"] for m in found for row in m.parity if row["q"] == "fp32"]
         if exact:
             passed = all(row["passed"] for m in found for row in m.parity)
             rows.append(
-                f"| {kind} | {len(found)} | {len(exact)} | {median(exact):.1e} | {max(exact):.1e} "
-                f"| {'yes' if passed else 'no'} |"
+                f"| {kind} | {len(found)} | {sum(bool(m.parity) for m in found)} | {len(exact)} "
+                f"| {median(exact):.1e} | {max(exact):.1e} | {'all' if passed else 'not all'} |"
             )
     return [*rows, ""]
 
