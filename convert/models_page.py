@@ -43,7 +43,7 @@ def page(models: Sequence[Supported], versions: Mapping[str, str]) -> str:
 
 
 def _summary(models: Sequence[Supported]) -> list[str]:
-    rows = ["| kind | classes | measured | configurations | fp32 `rel_l2`: median | worst | passed |",
+    rows = ["| kind | classes | measured | configurations | fp32: median | worst | passed |",
             "|---|---|---|---|---|---|---|"]  # fmt: skip
     for kind in KINDS:
         found = [m for m in models if m.kind == kind]
