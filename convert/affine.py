@@ -1,11 +1,14 @@
-"""Affine quantization in MLX's layout, in numpy: w is about scale * code + bias, group by group.
+"""Affine quantization in MLX's layout: w is about scale * code + bias, group by group.
 
 The work is done over blocks of groups that stay in a core's cache. That costs less CPU time than
-`mx.quantize` on CPU, needs no compiler (as `mx.compile` does there), and gives the same bytes on
-every machine. The "rtn" result is bit-identical to `mx.quantize` on CPU.
+`mx.quantize` on CPU, and needs no compiler (as `mx.compile` does there). Passes over all weights
+are torch's where that takes half of numpy's time (a row that is broadcast, a product and a sum at
+once); what there is one of a group is numpy's. Both work on the same memory. The "rtn" result is
+bit-identical to `mx.quantize` on CPU.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +22,11 @@ AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 METHODS = ("rtn", "refit", "search")
 
 # Elements a block: its buffers stay in a core's second-level cache.
-_BLOCK = 1 << 18
+_BLOCK = 3 << 16
+# Adding it to a float32 of at most 2**22 rounds that to nearest, ties to even, and leaves the
+# integer in the low bits.
+_MAGIC = 1.5 * 2**23
+_MAGIC_BITS = int(np.float32(_MAGIC).view(np.int32))
 _EPSILON = np.float32(1e-7)
 # Shares of the range that "search" also starts from.
 _CLIPS = (np.float32(0.95), np.float32(0.87), np.float32(0.8))
@@ -44,16 +51,23 @@ def quantize_affine(
     """
     rounding, work, done = _ROUNDINGS[dtype], Workspace(group), 0
     words = np.empty((work.groups, group * bits // 32), np.uint32)
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), _one_thread():
         for source in blocks(pieces, group):
             work.load(source)
             exact = _dtype_name(source) == dtype
             if method == "rtn" and not exact:
                 work.weight[...] = rounding.nearest(work.weight)
-            fit = _fit(work, bits, rounding, method, exact)
+            edges = _edges(work, bits, rounding, exact)
+            work.center(edges[1])
+            if method == "rtn":
+                fit = rounding.nearest(edges[0]), edges[1]
+                work.divide(edges[0])
+            else:
+                fit = _best(work, edges, bits, rounding, method)
+                work.scale(fit)
             block = slice(done, done + len(source))
             scales[block], biases[block] = (rounding.bits(part) for part in fit)
-            np.copyto(words[: len(source)], pack(_integers(work, fit), bits))
+            np.copyto(words[: len(source)], pack(work.integers(fit, bits), bits, _MAGIC_BITS))
             done = block.stop
             yield words[: len(source)]
 
@@ -92,9 +106,8 @@ class _Rounding:
 
 
 def _bfloat_nearest(values: Floats) -> Floats:
-    bits = values.view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
-    return np.where(np.isnan(values), values, rounded.view(np.float32))
+    rounded: Floats = _tensor(values).bfloat16().float().numpy()
+    return rounded
 
 
 def _bfloat_away(values: Floats) -> Floats:
@@ -103,7 +116,7 @@ def _bfloat_away(values: Floats) -> Floats:
 
 
 def _bfloat_bits(values: Floats) -> Array:
-    return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    return np.ascontiguousarray(values, "<f4").view("<u2")[1::2]
 
 
 def _half_nearest(values: Floats) -> Floats:
@@ -137,23 +150,32 @@ _ROUNDINGS = {
 
 class Workspace:
     """Buffers of one block, (group, groups): a group is a column, so that what is done to every
-    group is one operation on long contiguous rows. groups: the most that a block has.
+    group is one operation on long contiguous rows. groups: the most that a block has; `tensors`:
+    weight, scaled and codes as torch's.
     """
 
     def __init__(self, group: int) -> None:
         self.groups = _block_groups(group)
+        # Aligned, as numpy's are not: that halves the time of a pass.
         size = group * self.groups
-        self._buffers = [np.empty(size // 2, np.uint32), *np.empty((3, size), np.float32)]
-        self.pairs, self.weight, self.scaled, self.codes = self._buffers
+        self._buffers = [_torch().empty(size).numpy() for _ in range(3)]
+        self._shape(group, self.groups)
+
+    def _shape(self, group: int, groups: int) -> None:
+        self.weight, self.scaled, self.codes = (
+            buffer[: group * groups].reshape(group, groups) for buffer in self._buffers
+        )
+        self.pairs = self.scaled[: group // 2].view(np.uint32)
+        self.tensors = _tensor(self.weight), _tensor(self.scaled), _tensor(self.codes)
 
     def load(self, source: Array) -> None:
-        """Transpose (groups, group), bfloat16 as its uint16 bits, into `weight`."""
+        """Transpose (groups, group), bfloat16 as its uint16 bits, into `weight`.
+
+        Of bfloat16, `pairs` are two weights each, in the memory of `scaled`.
+        """
         groups, group = source.shape
-        heights = (group // 2, group, group, group)
-        self.pairs, self.weight, self.scaled, self.codes = (
-            buffer[: height * groups].reshape(height, groups)
-            for buffer, height in zip(self._buffers, heights)
-        )
+        if self.weight.shape != (group, groups):
+            self._shape(group, groups)
         if source.dtype != np.uint16:
             np.copyto(self.weight, source.T)
             return
@@ -163,23 +185,70 @@ class Workspace:
         np.left_shift(self.pairs, np.uint32(16), out=bits[::2])
         np.bitwise_and(self.pairs, np.uint32(0xFFFF0000), out=bits[1::2])
 
-    def encode(self, fit: "_Fit", bits: int) -> None:
-        """`scaled` = (weight - bias) / scale, and `codes` = the nearest code to it."""
-        scale, bias = fit
-        np.subtract(self.weight, bias, out=self.scaled)
-        np.divide(self.scaled, scale, out=self.scaled)
-        np.rint(self.scaled, out=self.codes)
-        np.clip(self.codes, 0, 2**bits - 1, out=self.codes)
+    def center(self, origin: Floats) -> None:
+        """Subtract `origin` (groups,) from `weight`: what follows sees small numbers only."""
+        self._origin = origin
+        self.tensors[0].sub_(_tensor(origin))
 
-    def error(self, fit: "_Fit") -> Floats:
-        """Squared error (groups,) of the codes; `scaled` becomes the residual, in codes."""
-        self.subtract_codes()
-        squares: Floats = np.einsum("ij,ij->j", self.scaled, self.scaled)
+    def divide(self, scale: Floats) -> None:
+        """`scaled` = weight / scale, as `mx.quantize` computes it."""
+        weight, scaled, _ = self.tensors
+        _torch().div(weight, _tensor(scale), out=scaled)
+
+    def scale(self, fit: "_Fit") -> None:
+        """`scaled` = (weight + origin - bias) / scale to a few last bits, in less time."""
+        weight, scaled, _ = self.tensors
+        inverse = np.reciprocal(fit[0])
+        shift = (self._origin - fit[1]) * inverse
+        _torch().addcmul(_tensor(shift), weight, _tensor(inverse), out=scaled)
+
+    def encode(self, fit: "_Fit", bits: int) -> None:
+        """`scaled` = the nearest codes."""
+        self.scale(fit)
+        self.tensors[1].round_().clamp_(0, 2**bits - 1)
+
+    def error(self, fit: "_Fit", bits: int) -> Floats:
+        """Squared error (groups,) with the nearest codes, which are left in `codes`."""
+        self.scale(fit)
+        _, scaled, codes = self.tensors
+        _torch().round(scaled, out=codes).clamp_(0, 2**bits - 1)
+        residuals = scaled.sub_(codes).numpy()
+        squares: Floats = np.einsum("ij,ij->j", residuals, residuals)
         return squares * fit[0] * fit[0]
 
-    def subtract_codes(self) -> None:
-        """`scaled` becomes the residual, in codes."""
-        np.subtract(self.scaled, self.codes, out=self.scaled)
+    def integers(self, fit: "_Fit", bits: int) -> NDArray[np.uint32]:
+        """`scaled` rounded to codes and added to _MAGIC_BITS; 0 in groups of NaN or infinity.
+
+        (group, groups), in place of `scaled`.
+        """
+        if not np.isfinite(fit[0] @ fit[1]):
+            np.nan_to_num(self.scaled, copy=False, nan=0)
+        self.tensors[1].clamp_(0, 2**bits - 1).add_(_MAGIC)
+        made: NDArray[np.uint32] = self.scaled.view(np.uint32)
+        return made
+
+
+def _torch() -> Any:
+    import torch  # only when something is quantized: it takes a second
+
+    return torch
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """torch on one thread: a pass over a block is too short to share, and waiting threads spin."""
+    torch = _torch()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _tensor(array: Array) -> Any:
+    """The same memory as torch's; uint32 as int32."""
+    return _torch().from_numpy(array.view(np.int32) if array.dtype == np.uint32 else array)
 
 
 # Scale and bias of each group, (groups,) both.
@@ -203,15 +272,19 @@ def _edges(work: Workspace, bits: int, rounding: _Rounding, exact: bool) -> _Fit
     return np.where(zero != 0, edge / zero, scale), np.where(zero != 0, edge, np.float32(0))
 
 
-def _fit(work: Workspace, bits: int, rounding: _Rounding, method: str, exact: bool) -> _Fit:
-    """Choose scale and bias, as they are stored, leaving their codes in the workspace."""
-    edges = _edges(work, bits, rounding, exact)
-    if method == "rtn":
-        work.encode(edges, bits)
-        return rounding.nearest(edges[0]), edges[1]
+def _best(work: Workspace, edges: _Fit, bits: int, rounding: _Rounding, method: str) -> _Fit:
+    """Scale and bias as they are stored, for the least squared error of each group."""
     if method == "refit" and bits <= 4:
         return _refit(work, edges, bits, rounding)
-    return _compare(work, _candidates(work, edges, bits, rounding, method), bits)
+    fits = _candidates(work, edges, bits, rounding, method)
+    best = next(fits)
+    least = work.error(best, bits)
+    for fit in fits:
+        error = work.error(fit, bits)
+        better = error < least
+        best = np.where(better, fit[0], best[0]), np.where(better, fit[1], best[1])
+        least = np.where(better, error, least)
+    return best
 
 
 def _refit(work: Workspace, edges: _Fit, bits: int, rounding: _Rounding) -> _Fit:
@@ -222,28 +295,11 @@ def _refit(work: Workspace, edges: _Fit, bits: int, rounding: _Rounding) -> _Fit
     """
     scale, bias = start = rounding.nearest(edges[0]), edges[1]
     work.encode(start, bits)
-    work.subtract_codes()
-    sums = _Sums.of(work)
-    fitted = sums.least_squares(start, rounding)
+    weights, codes, _ = work.tensors
+    sums = _Sums.of(weights, codes)
+    fitted = sums.least_squares(bias, rounding)
     better = (sums.change(start, fitted) < 0) & (fitted[0] != 0)
-    best = np.where(better, fitted[0], scale), np.where(better, fitted[1], bias)
-    work.encode(best, bits)
-    return best
-
-
-def _compare(work: Workspace, fits: Iterator[_Fit], bits: int) -> _Fit:
-    """Encode with each fit, and again with the best of each group, by its squared error."""
-    best = next(fits)
-    work.encode(best, bits)
-    least = work.error(best)
-    for fit in fits:
-        work.encode(fit, bits)
-        error = work.error(fit)
-        better = error < least
-        best = np.where(better, fit[0], best[0]), np.where(better, fit[1], best[1])
-        least = np.where(better, error, least)
-    work.encode(best, bits)
-    return best
+    return np.where(better, fitted[0], scale), np.where(better, fitted[1], bias)
 
 
 def _candidates(
@@ -262,81 +318,68 @@ def _candidates(
         starts.append(((rounding.away(scale), bias), 0))
     if thorough and bits < 8:
         starts += [((rounding.nearest(scale * c), rounding.nearest(bias * c)), 2) for c in _CLIPS]
+    weights, _, codes = work.tensors
     for fit, refits in starts:
         yield fit
         for _ in range(refits):
-            fit = _Sums.of(work).least_squares(fit, rounding)
+            fit = _Sums.of(weights, codes).least_squares(bias, rounding)
             yield fit
 
 
 @dataclass(frozen=True)
 class _Sums:
-    """Sums (groups,) over each group's codes and residuals (in codes), and their products."""
+    """Sums (groups,) over each group's centered weights and codes, and their products."""
 
     count: np.float32
+    weights: Floats
     codes: Floats
-    residuals: Floats
     squares: Floats
     products: Floats
 
     @staticmethod
-    def of(work: Workspace) -> "_Sums":
-        """From a workspace whose `scaled` is the residual."""
+    def of(weights: Any, codes: Any) -> "_Sums":
+        """Of tensors (group, groups)."""
         return _Sums(
-            np.float32(len(work.codes)),
-            work.codes.sum(axis=0),
-            work.scaled.sum(axis=0),
-            np.einsum("ij,ij->j", work.codes, work.codes),
-            np.einsum("ij,ij->j", work.codes, work.scaled),
+            np.float32(len(codes)),
+            weights.sum(0).numpy(),
+            codes.sum(0).numpy(),
+            np.einsum("ij,ij->j", codes, codes),
+            np.einsum("ij,ij->j", codes, weights),
         )
 
-    def least_squares(self, fit: _Fit, rounding: _Rounding) -> _Fit:
-        """Scale and bias fitted to the codes, rounded: residual = shift + tilt * code.
-
-        Regressing the residual instead of the weight keeps float32 sums accurate.
-        """
-        scale, bias = fit
-        mean, shift = self.codes / self.count, self.residuals / self.count
-        spread = self.squares - self.codes * mean
-        tilt = (self.products - self.codes * shift) / spread
-        fitted = rounding.nearest(scale * (1 + tilt))
+    def least_squares(self, origin: Floats, rounding: _Rounding) -> _Fit:
+        """Scale and bias fitted to the codes, rounded; origin: what the weights are centered by."""
+        code, weight = self.codes / self.count, self.weights / self.count
+        spread = self.squares - self.codes * code
+        scale = rounding.nearest((self.products - self.codes * weight) / spread)
         # With the scale as it was rounded, the line still has to pass through the means.
-        return fitted, rounding.nearest(bias + scale * (mean + shift) - fitted * mean)
+        return scale, rounding.nearest(origin + weight - scale * code)
 
-    def change(self, fit: _Fit, other: _Fit) -> Floats:
-        """What the squared error gains, in squared codes, when `other` replaces the fit.
-
-        The residual becomes residual + tilt * code + shift.
-        """
-        tilt, shift = (fit[0] - other[0]) / fit[0], (fit[1] - other[1]) / fit[0]
-        by_tilt = tilt * (tilt * self.squares + 2 * (self.products + shift * self.codes))
-        gain: Floats = by_tilt + shift * (shift * self.count + 2 * self.residuals)
+    def change(self, start: _Fit, fit: _Fit) -> Floats:
+        """What the squared error gains from `start`, whose bias centers the weights, to `fit`."""
+        shift = fit[1] - start[1]
+        by_scale = (fit[0] - start[0]) * ((fit[0] + start[0]) * self.squares - 2 * self.products)
+        by_bias = shift * (shift * self.count + 2 * (fit[0] * self.codes - self.weights))
+        gain: Floats = by_scale + by_bias
         return gain
 
 
-def _integers(work: Workspace, fit: _Fit) -> NDArray[np.uint32]:
-    """The codes as uint32 (group, groups); 0 in groups of NaN or infinity."""
-    if not np.isfinite(fit[0]).all() or not np.isfinite(fit[1]).all():
-        np.nan_to_num(work.codes, copy=False, nan=0)
-    # int32 first: the direct cast to uint32 is twice as slow. `scaled` is free by now.
-    np.copyto(work.scaled.view(np.int32), work.codes, casting="unsafe")
-    integers: NDArray[np.uint32] = work.scaled.view(np.uint32)
-    return integers
+def pack(codes: NDArray[np.uint32], bits: int, offset: int = 0) -> NDArray[np.uint32]:
+    """Codes (group, groups), each plus `offset`, to words (groups, group * bits / 32).
 
-
-def pack(codes: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:
-    """Codes (group, groups) to words (groups, group * bits / 32): an LSB-first bit stream.
-
-    Overwrites `codes`: neighbours are merged in place until a field no longer fits into a word
-    twice, then the fields are laid into words, across their borders for 3, 5 and 6 bit.
+    The words are an LSB-first bit stream. Overwrites `codes`: neighbours are merged in place until
+    a field no longer fits into a word twice, then the fields are laid into words, across their
+    borders for 3, 5 and 6 bit.
     """
     group, groups = codes.shape
     fields, wide = codes, bits
     while 2 * wide <= 32:
-        upper = fields[1::2]
-        np.left_shift(upper, np.uint32(wide), out=upper)
-        np.bitwise_or(fields[::2], upper, out=fields[::2])
-        fields, wide = fields[::2], 2 * wide
+        upper, fields = fields[1::2], fields[::2]
+        merged = _tensor(fields).add_(_tensor(upper), alpha=1 << wide)
+        if offset:
+            merged.sub_(_signed(offset * (1 + (1 << wide))))
+            offset = 0
+        wide *= 2
     if wide == 32:
         return fields.T
     words = np.zeros((group * bits // 32, groups), np.uint32)
@@ -346,3 +389,8 @@ def pack(codes: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:
         if shift + wide > 32:
             words[word + 1] |= field >> np.uint32(32 - shift)
     return words.T
+
+
+def _signed(value: int) -> int:
+    """The int32 of the same lowest 32 bits."""
+    return (value + 2**31) % 2**32 - 2**31

@@ -4,6 +4,7 @@
     python tests/bench/figures.py trace CLASS     real size, no weights: time, memory, JSON
     python tests/bench/figures.py make FOLDER D S a FLUX.1-shaped bf16 checkpoint of D + S blocks
     python tests/bench/figures.py convert FOLDER Q   convert it: CPU seconds beyond tracing, memory
+    python tests/bench/figures.py plain FOLDER    the same to 4 bit by mx.quantize and mx.save alone
 
 Each prints one JSON object. Nothing is downloaded; weights are seeded noise.
 """
@@ -159,7 +160,38 @@ def convert(folder: str, q: str) -> dict[str, Any]:
     }
 
 
+def plain(folder: str) -> dict[str, Any]:
+    """What a converter by MLX's own means spends on it: load, `mx.quantize` to 4 bit, save."""
+    import mlx.core as mx
+
+    files = [str(file) for file in Path(folder).glob("*.safetensors")]
+    gigabytes = sum(Path(file).stat().st_size for file in files) / 1e9
+    made: dict[str, mx.array] = {}
+    cpu = time.process_time()
+    for file in files:
+        weights: Any = mx.load(file)
+        for name, weight in weights.items():
+            if weight.ndim == 2 and weight.shape[1] % 64 == 0:
+                parts = zip(("", ".scales", ".biases"), mx.quantize(weight, 64, 4))
+                made |= {name + end: part for end, part in parts}
+            else:
+                made[name] = weight
+    with tempfile.TemporaryDirectory(dir=Path(folder).parent) as target:
+        mx.save_safetensors(str(Path(target) / "out.safetensors"), made)
+    return {
+        "source_gb": round(gigabytes, 2),
+        "cpu_s_per_gb": round((time.process_time() - cpu) / gigabytes, 2),
+        "peak_rss_gib": round(peak_bytes() / 2**30, 3),
+    }
+
+
 if __name__ == "__main__":
     command, *arguments = sys.argv[1:]
-    actions = {"depth": depth, "trace": trace, "make": make, "convert": convert}
+    actions: dict[str, Any] = {
+        "depth": depth,
+        "trace": trace,
+        "make": make,
+        "convert": convert,
+        "plain": plain,
+    }
     print(json.dumps(actions[command](*arguments)))

@@ -328,6 +328,16 @@ def test_refit_is_worse_than_rtn_in_no_group(bits: int, dtype: str, source: str)
     assert search.sum() <= refit.sum() * (1 + 1e-5)
 
 
+@pytest.mark.parametrize(("bits", "spread"), [*((bits, 1e-3) for bits in AFFINE_BITS), (8, 1e-4)])
+def test_refit_is_no_worse_where_all_weights_are_nearly_one(bits: int, spread: float) -> None:
+    weight = 1 + gaussian(64, 256, spread, "float32")
+    rtn, refit = (
+        group_errors(quantize(weight, affine(bits, dtype="float32"), method), weight)
+        for method in ("rtn", "refit")
+    )
+    assert (refit <= rtn * (1 + 1e-3)).all()
+
+
 @pytest.mark.parametrize(
     ("bits", "refit_db", "search_db"),
     [(8, 2.0, 2.0), (6, 0.2, 0.3), (5, 0.15, 0.4), (4, 0.2, 0.5), (3, 0.3, 0.8), (2, 0.6, 1.1)],
