@@ -18,14 +18,22 @@ from torch.utils import _pytree as pytree
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program import Arg, Entry, Input, Parameter, Ref, Weight, weights
 
-from .aten.builder import TABLE, Builder, Lowering, lowers, module_path, row_name, target_name
+from .aten.builder import (
+    TABLE,
+    Builder,
+    Lowering,
+    is_ignored,
+    lowers,
+    module_path,
+    row_name,
+    target_name,
+)
 from .tracing import Traced
 
 __all__ = ["TABLE", "Builder", "Lowered", "Lowering", "lower", "lowers", "supported", "target_name"]
 
 # Arguments that say where or how a tensor lies in memory, not what it is.
 _PLACEMENT = {"device", "layout", "pin_memory", "memory_format", "non_blocking", "copy"}
-_IGNORED = ("_assert", "sym_constrain", "_assert_scalar")
 
 
 def supported() -> Iterable[str]:
@@ -37,15 +45,11 @@ def unsupported(graph: fx.Graph) -> dict[str, list[str]]:
     """ATen ops of the graph that have no row, with the module paths they come from."""
     missing: dict[str, list[str]] = defaultdict(list)
     for node in graph.nodes:
-        if node.op == "call_function" and not _is_ignored(node):
+        if node.op == "call_function" and not is_ignored(node):
             name = target_name(node.target)
             if row_name(name) is None:
                 missing[name].append(module_path(node) or "(root)")
     return dict(missing)
-
-
-def _is_ignored(node: fx.Node) -> bool:
-    return target_name(node.target).removeprefix("py.").startswith(_IGNORED)
 
 
 def _refuse(class_name: str, missing: dict[str, list[str]]) -> None:
@@ -82,7 +86,7 @@ def lower(traced: Traced, compute: torch.dtype | None = None) -> Lowered:
     inputs, literals = _bind_inputs(traced, builder, env)
     outputs: tuple[Arg, ...] = ()
     for node in graph.nodes:
-        if node.op == "call_function" and not _is_ignored(node):
+        if node.op == "call_function" and not is_ignored(node):
             env[node.name] = _lower_node(builder, node, env)
         elif node.op == "output":
             outputs = _user_outputs(traced, node, env)

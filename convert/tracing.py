@@ -21,6 +21,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,10 +36,12 @@ from mlxconv.runtime.errors import MlxconvError
 
 from . import repeats
 from .conditions import answered
+from .functional import functional
 from .posteriors import register_posteriors
 from .recipe import Expression, ProgramRecipe, Recipe, evaluate, example_inputs, names_in, place
 from .repeats import Repeated, repeated_blocks
 from .selections import selections
+from .symbols import remembered_sizes
 
 _LIBRARY = torch.library.Library("mlxconv", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
@@ -348,6 +351,7 @@ def _tracing(module: nn.Module, apart: set[str] | None) -> Iterator[set[str]]:
             repeats.traced_once(module, apart) as stood_in,
             _taps(module),
             _symbolic_builtins(module),
+            remembered_sizes(),
             selections(),
             quiet(),
         ):
@@ -466,8 +470,7 @@ def _of_known(forward: Callable[..., Any], entry: ProgramRecipe) -> Callable[...
 def _export(job: _Job) -> ExportedProgram:
     shapes = _dynamic_shapes(job)
     exported = torch.export.export(job.module, (), job.kwargs, dynamic_shapes=shapes, strict=False)
-    decomposed: ExportedProgram = exported.run_decompositions({})
-    return decomposed
+    return functional(exported)
 
 
 def _dynamic_shapes(job: _Job) -> dict[str, Any]:
@@ -678,7 +681,8 @@ def _refused(cls: type[nn.Module], program: str, error: Exception) -> MlxconvErr
 def _where(error: BaseException) -> str:
     """The innermost line that is neither torch's nor ours: the traced class's own source."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "/torch/" not in f.filename and f.filename != __file__]
+    here = str(Path(__file__).parent)
+    own = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith(here)]
     if not own:
         return "an unknown line"
     return f"{own[-1].filename.split('site-packages/')[-1]}:{own[-1].lineno}"

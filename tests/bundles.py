@@ -52,10 +52,11 @@ def change_tensors(folder: Path, change: Callable[[Arrays], None]) -> None:
 def change_nodes(
     folder: Path, body: str, op: str, change: Callable[[list[Any]], None], which: int = 0
 ) -> None:
-    """Change a node of `op` in a block of the program file (or in the entry `forward`)."""
+    """Change a node of `op` on arrays in a block of the program file (or the entry `forward`)."""
 
     def edit(data: Any) -> None:
         found = data["entries"][0] if body == "forward" else data["blocks"][body]
-        change([node for node in found["nodes"] if node[0] == op][which])
+        nodes = [node for node in found["nodes"] if node[0] == op and node[4] != ["int"]]
+        change(nodes[which])
 
     change_json(folder / PROGRAM, edit)

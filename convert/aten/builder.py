@@ -1,5 +1,6 @@
 """What a row of the lowering is written with: the table, and the builder of program nodes."""
 
+import operator
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -55,6 +56,14 @@ def target_name(target: Any) -> str:
 def row_name(name: str) -> str | None:
     """The row of the table that serves an overload: its own, or its op's."""
     return next((n for n in (name, name.rsplit(".", 1)[0]) if n in TABLE), None)
+
+
+_IGNORED = ("_assert", "sym_constrain")
+
+
+def is_ignored(node: fx.Node) -> bool:
+    """Whether a node only checks a condition, which a program does not."""
+    return target_name(node.target).removeprefix("py.").startswith(_IGNORED)
 
 
 @dataclass
@@ -258,17 +267,13 @@ def is_floating(b: Builder, arg: Arg) -> bool:
 
 def shape_of(b: Builder, x: Arg) -> tuple[Arg, ...]:
     """The shape of a value: literal sizes where the trace knows them, `dim` nodes elsewhere."""
-    value = b.value(x)
-    return tuple(
-        int(n) if isinstance(n, int) else b.emit("dim", x=x, axis=i)
-        for i, n in enumerate(value.shape)
-    )
+    return tuple(size_of(b, x, axis) for axis in range(b.rank(x)))
 
 
 def size_of(b: Builder, x: Arg, axis: int) -> Arg:
     """One size of a value: a literal where the trace knows it, else a `dim` node."""
     size = b.value(x).shape[axis]
-    return size if isinstance(size, int) else b.emit("dim", x=x, axis=axis)
+    return size if isinstance(size, int) else b.note(b.emit("dim", x=x, axis=axis), size)
 
 
 def per_axis(value: Arg, axes: int) -> tuple[Arg, ...]:
@@ -287,21 +292,23 @@ def int_per_axis(value: Arg, axes: int) -> tuple[int, ...]:
 
 def plus(b: Builder, size: Arg, more: Arg) -> Arg:
     """The sum of two sizes."""
-    if isinstance(size, int) and isinstance(more, int):
-        return size + more
-    return b.emit("add", a=size, b=more)
+    return _size(b, "add", operator.add, size, more)
 
 
 def times(b: Builder, size: Arg, factor: Arg) -> Arg:
     """The product of two sizes."""
-    if isinstance(size, int) and isinstance(factor, int):
-        return size * factor
-    return b.emit("mul", a=size, b=factor)
+    return _size(b, "mul", operator.mul, size, factor)
 
 
 def over(b: Builder, size: Arg, divisor: int) -> Arg:
     """A size divided by an integer, rounded down."""
-    return size // divisor if isinstance(size, int) else b.emit("floor_div", a=size, b=divisor)
+    return _size(b, "floor_div", operator.floordiv, size, divisor)
+
+
+def _size(b: Builder, op: str, compute: Callable[[Any, Any], Any], x: Arg, y: Arg) -> Arg:
+    """A number where both are, else a node that is known to give a size."""
+    value = compute(b.value(x), b.value(y)) if None not in (b.value(x), b.value(y)) else None
+    return value if isinstance(value, int) else b.note(b.emit(op, a=x, b=y), value)
 
 
 def out_dtype(b: Builder) -> str:

@@ -8,7 +8,7 @@ from mlxconv.runtime.program import Arg
 from .builder import Builder, Lowering, lowers, shape_of
 
 
-@lowers("_to_copy", "type_as")
+@lowers("_to_copy", "to", "type_as")
 def _to(b: Builder, x: Arg, *args: Arg, **kwargs: Arg) -> Arg:
     return b.cast(x, b.result.dtype)
 
@@ -19,8 +19,15 @@ def _copy(b: Builder, x: Arg, source: Arg) -> Arg:
     return b.cast(b.note(y, b.value(source).expand(b.value(x).shape)), b.result.dtype)
 
 
-@lowers("clone", "detach", "alias")
+@lowers("clone", "contiguous", "detach", "alias")
 def _same(b: Builder, x: Arg, *args: Arg, **kwargs: Arg) -> Arg:
+    return x
+
+
+@lowers("dropout")
+def _dropout(b: Builder, x: Arg, share: float, train: bool) -> Arg:
+    if train:
+        raise MlxconvError("dropout of a module in training: call module.eval() first")
     return x
 
 

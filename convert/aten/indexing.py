@@ -7,7 +7,7 @@ import torch
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program import Arg, Ref
 
-from .builder import TABLE, Builder, Lowering, is_bool, lowers, plus, shape_of, size_of
+from .builder import TABLE, Builder, Lowering, is_bool, lowers, over, plus, shape_of, size_of
 
 _END = 2**31  # PyTorch writes "to the end" as a huge stop
 
@@ -58,6 +58,12 @@ def _split(b: Builder, x: Arg, sizes: Arg, dim: int = 0) -> Arg:
     if isinstance(sizes, tuple):
         return _pieces(b, "split", x=x, sizes=sizes, axis=dim)
     return _pieces(b, "split_every", x=x, size=sizes, axis=dim)
+
+
+@lowers("chunk", "unsafe_chunk")
+def _chunk(b: Builder, x: Arg, count: int, dim: int = 0) -> Arg:
+    size = over(b, plus(b, size_of(b, x, dim), count - 1), count)
+    return _pieces(b, "split_every", x=x, size=size, axis=dim)
 
 
 @lowers("unbind")

@@ -1,15 +1,16 @@
 """Rows: views, joining, repeating and padding."""
 
+import functools
 from collections.abc import Sequence
 
 from mlxconv.runtime.program import Arg, Ref
 
-from .builder import TABLE, Builder, Lowering, lowers, per_axis, shape_of, size_of
+from .builder import TABLE, Builder, Lowering, lowers, per_axis, shape_of, size_of, times
 
 # ---- views --------------------------------------------------------------------------------------
 
 
-@lowers("view", "_unsafe_view")
+@lowers("view", "_unsafe_view", "reshape")
 def _reshape(b: Builder, x: Arg, shape: Sequence[Arg]) -> Arg:
     """A -1 is written out where the trace knows the size: MLX cannot infer it for no elements."""
     result = b.result.shape
@@ -17,9 +18,45 @@ def _reshape(b: Builder, x: Arg, shape: Sequence[Arg]) -> Arg:
     return b.emit("reshape", x=x, shape=sizes)
 
 
+@lowers("view_as", "reshape_as")
+def _reshape_as(b: Builder, x: Arg, other: Arg) -> Arg:
+    return b.emit("reshape", x=x, shape=shape_of(b, other))
+
+
+@lowers("flatten.using_ints")
+def _flatten(b: Builder, x: Arg, start: int = 0, end: int = -1) -> Arg:
+    rank = b.rank(x)
+    if rank == 0:
+        return b.emit("reshape", x=x, shape=(1,))
+    start, end = start % rank, end % rank
+    sizes = shape_of(b, x)
+    merged = functools.reduce(lambda a, c: times(b, a, c), sizes[start : end + 1])
+    return b.emit("reshape", x=x, shape=(*sizes[:start], merged, *sizes[end + 1 :]))
+
+
+@lowers("unflatten.int")
+def _unflatten(b: Builder, x: Arg, dim: int, parts: Sequence[Arg]) -> Arg:
+    """A -1 among the parts stands where only one of them is not known."""
+    dim %= b.rank(x)
+    known = b.result.shape[dim:]
+    parts = tuple(r if n == -1 and isinstance(r, int) else n for n, r in zip(parts, known))
+    sizes = shape_of(b, x)
+    return b.emit("reshape", x=x, shape=(*sizes[:dim], *parts, *sizes[dim + 1 :]))
+
+
 @lowers("expand")
 def _expand(b: Builder, x: Arg, shape: Arg, *, implicit: bool = False) -> Arg:
     return b.emit("broadcast", x=x, shape=shape)
+
+
+@lowers("broadcast_to")
+def _broadcast_to(b: Builder, x: Arg, shape: Arg) -> Arg:
+    return b.emit("broadcast", x=x, shape=shape)
+
+
+@lowers("expand_as")
+def _expand_as(b: Builder, x: Arg, other: Arg) -> Arg:
+    return b.emit("broadcast", x=x, shape=shape_of(b, other))
 
 
 @lowers("broadcast_tensors")
@@ -45,6 +82,18 @@ def _transpose(b: Builder, x: Arg, first: int, second: int) -> Arg:
         return x
     axes[first], axes[second] = axes[second], axes[first]
     return b.emit("transpose", x=x, axes=tuple(axes))
+
+
+@lowers("movedim.int")
+def _movedim(b: Builder, x: Arg, source: int, target: int) -> Arg:
+    axes = list(range(b.rank(x)))
+    axes.insert(target % len(axes), axes.pop(source))
+    return b.emit("transpose", x=x, axes=tuple(axes))
+
+
+@lowers("mT")
+def _matrix_transpose(b: Builder, x: Arg) -> Arg:
+    return _transpose(b, x, -2, -1)
 
 
 @lowers("t")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 
@@ -133,21 +133,29 @@ def lift_sizes(entry: Entry) -> Entry:
 
     The trace computes a size once, inside the first module that needs it.
     """
-    readers: dict[str, list[str]] = defaultdict(list)
-    for node in entry.nodes:
-        for name in refs(node.args.values()):
-            readers[name].append(node.module)
     owners = {item.name: "" for item in entry.inputs}
     nodes = []
-    for node in entry.nodes:
-        if node.types == ("int",):
-            parent = reduce(common_parent, readers[node.out[0]], node.module)
-            inside = list_member(node.module, parent)
-            if inside and not _reads_inside(node.args, owners, inside):
-                node = replace(node, module=parent)
+    for node, parent in zip(entry.nodes, _parents(entry.nodes)):
+        inside = list_member(node.module, parent)
+        if inside and not _reads_inside(node.args, owners, inside):
+            node = replace(node, module=parent)
         owners.update(dict.fromkeys(node.out, node.module))
         nodes.append(node)
     return replace(entry, nodes=nodes)
+
+
+def _parents(nodes: Sequence[Node]) -> list[str]:
+    """The module of each node; for a size the common parent of all who read it, or a size of it."""
+    readers: dict[str, list[str]] = defaultdict(list)
+    found = []
+    for node in reversed(nodes):
+        parent = node.module
+        if node.types == ("int",):
+            parent = reduce(common_parent, readers[node.out[0]], node.module)
+        for name in refs(node.args.values()):
+            readers[name].append(parent)
+        found.append(parent)
+    return found[::-1]
 
 
 # ---- computed twice -----------------------------------------------------------------------------

@@ -99,7 +99,10 @@ def w(*shape: int) -> In:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """`function` of the inputs; `others` are the sizes to run at after a trace of free sizes."""
+    """`function` of the inputs; `others` are the sizes to run at after a trace of free sizes.
+
+    whole: composite operations are lowered as they were exported.
+    """
 
     name: str
     function: Callable[..., Any]
@@ -107,6 +110,7 @@ class Row:
     tolerance: float = 1.0
     runs: tuple[str, ...] = ("fp32", "bf16")
     others: tuple[tuple[In, ...], ...] = ()
+    whole: bool = False
 
     def tensors(self, compute: torch.dtype, inputs: tuple[In, ...] | None = None) -> list[Any]:
         return [x.tensor(k + 1, compute) for k, x in enumerate(inputs or self.inputs)]
@@ -132,6 +136,11 @@ def free(
 ) -> Row:
     """A row traced with every axis free, and run at the sizes of `inputs` and of `others`."""
     return Row(name, function, inputs, tolerance, others=others)
+
+
+def whole(name: str, function: Callable[..., Any], inputs: tuple[In, ...], *others: In) -> Row:
+    """A free row of composite operations; `others` are its inputs at other sizes."""
+    return Row(name, function, inputs, others=(others,), whole=True)
 
 
 class Rows(nn.Module):
@@ -163,12 +172,16 @@ def given(one: Row, compute: torch.dtype, inputs: tuple[In, ...] | None = None) 
     return [t for t, spec in zip(tensors, inputs or one.inputs) if not spec.weight]
 
 
-def trace(module: nn.Module, args: tuple[Any, ...], free_sizes: bool = False) -> Traced:
+def trace(
+    module: nn.Module, args: tuple[Any, ...], free_sizes: bool = False, whole: bool = False
+) -> Traced:
     """`Traced` of any module over positional arguments, as `convert.tracing` would make it."""
     axes = pytree.tree_map(lambda t: dict.fromkeys(range(t.ndim), Dim.AUTO), args)
     exported = torch.export.export(
         module, args, dynamic_shapes=(axes,) if free_sizes else None, strict=False
-    ).run_decompositions({})
+    )
+    if not whole:
+        exported = exported.run_decompositions({})
     signature = exported.graph_signature
     parameters = {
         name: TracedParameter(name, tuple(t.shape), "compute")
@@ -214,14 +227,17 @@ def program(rows: tuple[Row, ...]) -> Program:
     """Rows traced in bf16 and lowered."""
     module = Rows(rows)
     args = tuple(given(one, torch.bfloat16) for one in rows)
-    traced = trace(module, args, free_sizes=any(one.others for one in rows))
+    traced = trace(module, args, any(one.others for one in rows), rows[0].whole)
     return Program(rows, traced, lower(traced), module)
 
 
 def batches(rows: Iterable[Row]) -> Iterator[tuple[Row, ...]]:
     """Rows in the groups that are traced together."""
-    fixed, free_ones = [r for r in rows if not r.others], [r for r in rows if r.others]
-    for group, size in ((fixed, BATCH), (free_ones, FREE_BATCH)):
+    rows = list(rows)
+    fixed = [r for r in rows if not r.others]
+    free_ones = [r for r in rows if r.others and not r.whole]
+    composite = [r for r in rows if r.whole]
+    for group, size in ((fixed, BATCH), (free_ones, FREE_BATCH), (composite, FREE_BATCH)):
         yield from (tuple(group[k : k + size]) for k in range(0, len(group), size))
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from .lowering_cases import Row, check, exact, f, f32, flags, free, i64, row
+from .lowering_cases import Row, check, exact, f, f32, flags, free, i64, row, whole
 
 VIEWS = (
     row("reshape", lambda x: x.reshape(2, -1), f(2, 3, 4)),
@@ -40,6 +40,55 @@ VIEWS = (
     row("squeeze a scalar", lambda x: x.squeeze(0), f()),
     row("diagonal", lambda x: torch.diagonal(x, 1), f(3, 4)),
     row("diagonal dims", lambda x: x.diagonal(0, -2, -1), f(2, 3, 4)),
+)
+
+# What torch decomposes into other rows, unless a graph is taken as it was exported.
+WHOLE = (
+    whole("whole reshape", lambda x: x.reshape(x.shape[0], -1, 2), (f(2, 3, 4),), f(3, 5, 4)),
+    whole(
+        "whole reshape_as",
+        lambda x, y: (x.reshape_as(y), x.view_as(y)),
+        (f(2, 6), f(3, 4)),
+        f(4, 6),
+        f(3, 8),
+    ),
+    whole(
+        "whole flatten",
+        lambda x: (x.flatten(1, 2), x.flatten(-2), x.flatten()),
+        (f(2, 3, 4),),
+        f(3, 5, 4),
+    ),
+    whole(
+        "whole unflatten",
+        lambda x: (x.unflatten(-1, (2, -1)), x.unflatten(1, (-1, 4))),
+        (f(3, 8),),
+        f(5, 12),
+    ),
+    whole(
+        "whole expand_as",
+        lambda x, y: (x[:, None].expand_as(y), x[:, None].broadcast_to(y.shape)),
+        (f(3), f(3, 4)),
+        f(5),
+        f(5, 2),
+    ),
+    whole(
+        "whole movedim",
+        lambda x: (x.movedim(-1, 1), x.movedim(0, -1), x.mT),
+        (f(2, 3, 4),),
+        f(5, 2, 3),
+    ),
+    whole("whole chunk", lambda x: (*x.chunk(2, -1), *x.unsafe_chunk(3, 0)), (f(6, 8),), f(9, 6)),
+    whole("whole chunk uneven", lambda x: x.chunk(2, -1), (f(2, 7),), f(3, 9)),
+    whole(
+        "whole to",
+        lambda x, y: (x.to(torch.float32), x.to(y.dtype), x.to("cpu"), x.to(y)),
+        (f(5), f32(2)),
+        f(7),
+        f32(3),
+    ),
+    whole(
+        "whole same", lambda x: (F.dropout(x, 0.5, False), x.mT.contiguous()), (f(2, 3),), f(4, 2)
+    ),
 )
 
 JOINING = (
@@ -249,7 +298,7 @@ FREE = (
     free("free causal mask", lambda x: torch.ones(x.shape[0], x.shape[0]).tril(), (f(4),), (f(2),)),
 )  # fmt: skip
 
-ROWS = (*VIEWS, *JOINING, *SLICES, *ORDER, *PADDING, *INDEXING, *FREE)
+ROWS = (*VIEWS, *WHOLE, *JOINING, *SLICES, *ORDER, *PADDING, *INDEXING, *FREE)
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+from collections.abc import Iterator, Mapping
 from importlib.resources import files
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
+from mlxconv.convert.conversion import convert
 from mlxconv.convert.forwards import mlx_inputs
-from mlxconv.convert.measure import measure
+from mlxconv.convert.measure import measure, tiny_checkpoint
 from mlxconv.convert.quantization import matches
 from mlxconv.convert.recipe import Recipe, all_recipes, example_inputs, load_recipe
+from mlxconv.convert.supported import kind_of
 from mlxconv.convert.tracing import merged_config
 from mlxconv.runtime.bundle import LoadedComponent, load_component, open_bundle
 from mlxconv.runtime.program import from_json, to_json, validate
@@ -110,6 +117,52 @@ def inputs_of(
     cls = getattr(__import__(recipe.library), recipe.class_name)
     config = merged_config(cls, recipe.tiny_config(variant))
     return mlx_inputs(example_inputs(recipe, entry, config, dims, seed=3, dtype=dtype))
+
+
+DENOISERS = [
+    pytest.param(name, id=name, marks=_marks(name, name))
+    for name, recipe in all_recipes().items()
+    if kind_of(recipe) == "denoiser"
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("class_name", DENOISERS)
+def test_one_bundle_serves_all_sizes(class_name: str, tmp_path: Path) -> None:
+    recipe = load_recipe(class_name)
+    source = tiny_checkpoint(recipe, None, tmp_path / "source")
+    convert(source, tmp_path / "out", "fp32")
+    model = load_component(tmp_path / "out")
+    module = getattr(diffusers, class_name).from_pretrained(str(source)).eval()
+    entry, errors = model.program.entries[0], {}
+    forward = recipe.program(entry.name).callable(module)
+    for dims in all_sizes(recipe, entry.sizes):
+        inputs = example_inputs(
+            recipe, entry.name, merged_config(type(module), recipe.tiny_config()), dims, seed=3,
+            dtype=torch.float32,
+        )  # fmt: skip
+        with torch.no_grad():
+            expected = pytree.tree_leaves(forward(**inputs))[0].numpy()
+        found, _ = model.executor.run(entry.name, mlx_inputs(inputs))
+        error = np.linalg.norm(np.array(found[0]) - expected) / np.linalg.norm(expected)
+        errors[tuple(dims.items())] = float(error)
+    assert {dims: error for dims, error in errors.items() if not error <= LIMIT} == {}
+
+
+def all_sizes(recipe: Recipe, fixed: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Batches of 1, 2 and 4, three aspect ratios, short and long prompts: what of it is free."""
+    dims = {n: d for n, d in recipe.dims.items() if not d.fixed and n not in fixed and d.check}
+    unit = {n: math.gcd(d.trace, *d.check) for n, d in dims.items()}
+    side = math.lcm(unit.get("height", 1), unit.get("width", 1))
+    batches = [{"batch": n} for n in (1, 2, 4)]
+    shapes = [
+        {"height": high * side, "width": wide * side, "image_tokens": high * wide + 1}
+        for high, wide in ((4, 2), (2, 4), (3, 3))
+    ]
+    texts = [{"text_tokens": n * unit.get("text_tokens", 1)} for n in (3, 40)]
+    every = (batch | shape | text for batch, shape, text in product(batches, shapes, texts))
+    kept = [{n: size for n, size in sizes.items() if n in dims} for sizes in every]
+    return iter({tuple(sizes.items()): sizes for sizes in kept}.values())
 
 
 @pytest.fixture(scope="module")
