@@ -1,7 +1,8 @@
 """Published models at their real size: traced without weights, each in a process of its own.
 
-`python -m mlxconv.convert.real_size` runs every `[real]` configuration of the recipes (or those of
-the classes named), and writes `recipes/real.json`, which `mlxconv models` and docs/MODELS.md show.
+`recipes/published.json` has the constructor's arguments of published models, by class and name.
+`python -m mlxconv.convert.real_size` runs them (those of the classes named; with `--new` those that
+were not run yet), and writes `recipes/real.json`, which `mlxconv models` and docs/MODELS.md show.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-FIGURES = "real.json"  # beside the recipes
+PUBLISHED, FIGURES = "published.json", "real.json"  # beside the recipes
+
+
+def published() -> dict[str, dict[str, dict[str, Any]]]:
+    """Constructor arguments of published models, by class and by the model's name."""
+    text = files("mlxconv").joinpath("recipes", PUBLISHED).read_text(encoding="utf-8")
+    models: dict[str, dict[str, dict[str, Any]]] = json.loads(text)
+    return models
 
 
 def real_size(class_name: str, name: str) -> dict[str, Any]:
@@ -34,7 +42,7 @@ def real_size(class_name: str, name: str) -> dict[str, Any]:
     recipe = load_recipe(class_name)
     cls = find_class(recipe.library, class_name, Path(class_name))
     wall, cpu = time.perf_counter(), time.process_time()
-    made = compile_program(cls, recipe.real[name], recipe)
+    made = compile_program(cls, published()[class_name][name], recipe)
     seconds, spent = time.perf_counter() - wall, time.process_time() - cpu
     usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     sizes = {n: math.prod(p.shape) for n, p in made.parameters.items()}
@@ -59,18 +67,18 @@ def real_size(class_name: str, name: str) -> dict[str, Any]:
     }
 
 
-def measure(names: Sequence[str]) -> Iterator[dict[str, Any]]:
+def measure(names: Sequence[str], new: bool = False) -> Iterator[dict[str, Any]]:
     """Every published configuration of the classes named (all without names), as it is done."""
-    from .recipe import all_recipes, load_recipe
-
-    recipes = [load_recipe(n) for n in names] or list(all_recipes().values())
-    for recipe in recipes:
-        for name in recipe.real:
-            command = [sys.executable, "-W", "ignore", "-m", __spec__.name, recipe.class_name, name]
+    known = {_key(row) for row in read_rows()} if new else set()
+    for class_name, models in published().items():
+        for name in models:
+            if (names and class_name not in names) or (class_name, name) in known:
+                continue
+            command = [sys.executable, "-W", "ignore", "-m", __spec__.name, class_name, name]
             done = subprocess.run([*command, "--one"], capture_output=True, text=True, check=False)
             if done.returncode:
                 lines = done.stderr.strip().splitlines() or ["no reason given"]
-                print(f"{recipe.class_name} {name}: failed: {lines[-1]}")
+                print(f"{class_name} {name}: failed: {lines[-1]}", flush=True)
                 continue
             yield json.loads(done.stdout)
 
@@ -81,7 +89,7 @@ def main(arguments: Sequence[str]) -> None:
         print(json.dumps(real_size(*arguments[:2])))
         return
     target = Path(__file__).resolve().parent.parent / "recipes" / FIGURES
-    for row in measure(arguments):
+    for row in measure([a for a in arguments if a != "--new"], "--new" in arguments):
         print(json.dumps(row), flush=True)
         known = [r for r in read_rows() if (r["class_name"], r["name"]) != _key(row)]
         rows = sorted([*known, row], key=_key)

@@ -237,7 +237,6 @@ class Recipe:
     tiny_variants: Mapping[str, Mapping[str, Any]]
     sizes: Mapping[str, Expression]
     unused: tuple[str, ...] = ()  # globs: tensors that the class has and its forward drops
-    real: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # published models' configs
 
     def program(self, name: str) -> ProgramRecipe:
         """The program of that name; MlxconvError names those that exist."""
@@ -283,7 +282,6 @@ _TOP = {
     "tiny_variants",
     "sizes",
     "unused",
-    "real",
 }
 _DIM = {"trace", "check", "fixed", "values"}
 _PROGRAM = {"method", "inputs", "arguments", "when", "truths"}
@@ -352,7 +350,6 @@ def _read(data: dict[str, Any], source: str) -> Recipe:
     dims = _dims(read, data["dims"], config_names if tiny else None)
     names = config_names | set(dims) if tiny else None
     programs = read.table(data["programs"], "programs")
-    real = read.table(data.get("real", {}), "real")
     precision = read.table(data.get("precision", {}), "precision", {"keep", "modulation"})
     sizes = read.table(data.get("sizes", {}), "sizes", set(dims))
     return Recipe(
@@ -370,7 +367,6 @@ def _read(data: dict[str, Any], source: str) -> Recipe:
             k: read.expression(v, f"sizes.{k}", names and (names | {"H", "W"}))
             for k, v in sizes.items()
         },
-        real={k: read.table(v, f"real.{k}") for k, v in real.items()},
         unused=read.listed(data.get("unused", []), "unused", str, "patterns"),
     )
 

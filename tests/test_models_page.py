@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mlxconv.convert.measure import PRECISIONS
-from mlxconv.convert.real_size import read_rows
-from mlxconv.convert.recipe import all_recipes
+from mlxconv.convert.real_size import published, read_rows
+from mlxconv.convert.recipe import all_recipes, recipe_names
 from mlxconv.convert.supported import Supported, supported_models
 
 ROOT = Path(__file__).parent.parent
@@ -33,8 +33,9 @@ def test_what_was_measured_is_whole_and_passed(model: Supported) -> None:
     assert max(row["rel_l2"] for row in model.parity if row["q"] == "fp32") <= 1e-4
 
 
-def test_every_traced_size_is_one_of_a_recipe() -> None:
-    declared = {(name, real) for name, recipe in all_recipes().items() for real in recipe.real}
+def test_every_traced_size_is_that_of_a_published_model() -> None:
+    declared = {(name, model) for name, models in published().items() for model in models}
+    assert set(published()) <= set(recipe_names())
     assert {(row["class_name"], row["name"]) for row in read_rows()} <= declared
 
 
