@@ -17,6 +17,7 @@ from typing import Any
 
 from .comparison import Row
 from .conversion import convert
+from .model_class import find_class
 from .parity import verify
 from .recipe import Recipe
 
@@ -64,12 +65,9 @@ def tiny_checkpoint(recipe: Recipe, variant: str | None, folder: Path, seed: int
 
 def tiny_module(recipe: Recipe, variant: str | None = None) -> Any:
     """The recipe's tiny model as its library initialises it."""
-    import diffusers
-    import transformers
-
-    of_transformers = recipe.library == "transformers"
-    cls = getattr(transformers if of_transformers else diffusers, recipe.class_name)
+    cls: Any = find_class(recipe.library, recipe.class_name, Path(recipe.class_name))
     config = recipe.tiny_config(variant)
+    of_transformers = recipe.library == "transformers"
     return (cls(cls.config_class(**config)) if of_transformers else cls(**config)).eval()
 
 
@@ -87,19 +85,21 @@ def measure(
     variant: str | None = None,
     precisions: Sequence[str] = PRECISIONS,
     folder: Path | None = None,
+    file: str | None = None,
 ) -> Iterator[Measured]:
-    """Convert the recipe's tiny checkpoint to each precision and verify it.
+    """Convert the recipe's tiny checkpoint to each precision and verify it; file: the recipe's own,
+    where it is not a shipped one.
 
     No size is that of tracing; fp32 is verified at two of each, so that batches and aspect ratios
     are seen to be free. The bundles are left in `folder`, by precision, when it is given.
     """
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="mlxconv-measure-") as name:
-            yield from measure(recipe, variant, precisions, Path(name))
+            yield from measure(recipe, variant, precisions, Path(name), file)
         return
     source = tiny_checkpoint(recipe, variant, folder / "source")
     for q in precisions:
-        report = convert(source, folder / q, q)
+        report = convert(source, folder / q, q, recipe=file)
         parity = verify(folder / q, source)
         if q == "fp32":
             parity.tiers += verify(folder / q, source, dims=_other_dims(recipe)).tiers
@@ -187,8 +187,10 @@ def main(names: Sequence[str]) -> None:
     trial = any(name.endswith(".toml") for name in shipped)
     recipes = [load_recipe_file(n) if trial else load_recipe(n) for n in shipped]
     failed, done = [], recipes or list(all_recipes().values())
-    for recipe in tqdm(done, disable=None):
-        rows = [row for v in (None, *recipe.tiny_variants) for row in measure(recipe, v)]
+    for number, recipe in enumerate(tqdm(done, disable=None)):
+        file = shipped[number] if trial else None
+        variants = (None, *recipe.tiny_variants)
+        rows = [row for v in variants for row in measure(recipe, v, file=file)]
         for row in rows:
             runtime = "" if row.runtime is None else f"runtime {row.runtime:.1e} "
             verdict = "passed" if row.passed else f"FAILED {row.problem}"

@@ -184,7 +184,7 @@ def traced_once(module: nn.Module, apart: set[str] | None) -> Iterator[set[str]]
         else [g for g in equal_members(module) if not apart.intersection(g.paths)]
     )
     trace = _Trace(reads=[])
-    root, own = module.forward, "forward" in vars(module)
+    root = module.forward
 
     @functools.wraps(root)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -194,7 +194,8 @@ def traced_once(module: nn.Module, apart: set[str] | None) -> Iterator[set[str]]
     members = [
         (path, group, module.get_submodule(path)) for group in groups for path in group.paths
     ]
-    before = [(child, vars(child).get("forward")) for *_, child in members]
+    changed = [module, *(child for *_, child in members)]
+    before = [(child, vars(child).get("forward")) for child in changed]
     labels = {label for group in groups for label in group.labels}
     module.forward = forward
     for path, group, child in members:
@@ -210,9 +211,6 @@ def traced_once(module: nn.Module, apart: set[str] | None) -> Iterator[set[str]]
             del child.forward
             if earlier is not None:
                 child.forward = earlier
-        del module.forward
-        if own:
-            module.forward = root
         for cls, name in labels:
             delattr(cls, name)
             if (cls, name) in held:
@@ -269,14 +267,25 @@ def _block_forward(
         inside = [entered.get(n, leaf) for n, leaf in zip(same, leaves)]
         read = len(trace.reads)
         versions = {i: x._version for i, x in entered.items()}
+        described = _described(inside)
         args, kwargs = pytree.tree_unflatten(inside, spec)
         output = forward(*args, **kwargs)
+        after, form = pytree.tree_flatten((args, kwargs))
+        kept = form == spec and all(a is b for a, b in zip(after, inside, strict=True))
+        if not kept or _described(inside) != described:
+            raise Unrepeatable(group.first)
         if any(x._version != versions[i] for i, x in entered.items()):
             raise Unrepeatable(group.first)
         calls = {} if group.labels.intersection(trace.reads[read:]) else trace.calls
         return _finish(output, key, name, path, leaves, inside, entered, calls)
 
     return block_forward
+
+
+def _described(leaves: list[Any]) -> str:
+    """What is in the arguments that are neither tensors nor sizes: a block may write into them."""
+    others = [x for x in leaves if not isinstance(x, (torch.Tensor, torch.SymInt))]
+    return repr([_description(x, {}) for x in others])
 
 
 def _enter(x: torch.Tensor, name: str, index: int) -> torch.Tensor:

@@ -197,12 +197,16 @@ def _has_tables(module: nn.Module) -> bool:
 
 
 def _construct(cls: type[nn.Module], config: Mapping[str, Any]) -> nn.Module:
+    """Without initial values, which cost as much time as a trace and may read those before."""
+    from transformers.initialization import no_init_weights
+
     try:
-        if hasattr(cls, "from_config"):
-            return cls.from_config(dict(config))  # type: ignore[no-any-return]
-        if hasattr(cls, "config_class"):
-            return _of_transformers(cls, config)
-        return cls(**{key: value for key, value in config.items() if not key.startswith("_")})
+        with no_init_weights():
+            if hasattr(cls, "from_config"):
+                return cls.from_config(dict(config))  # type: ignore[no-any-return]
+            if hasattr(cls, "config_class"):
+                return _of_transformers(cls, config)
+            return cls(**{key: value for key, value in config.items() if not key.startswith("_")})
     except Exception as error:
         raise MlxconvError(
             f"{cls.__name__} cannot be built from its configuration: {error}. Check config.json"
@@ -210,11 +214,7 @@ def _construct(cls: type[nn.Module], config: Mapping[str, Any]) -> nn.Module:
 
 
 def _of_transformers(cls: Any, config: Mapping[str, Any]) -> nn.Module:
-    """Without the initial values, which cost as much time as a trace."""
-    from transformers.initialization import no_init_weights
-
-    with no_init_weights():
-        module: nn.Module = cls(cls.config_class.from_dict(dict(config)))
+    module: nn.Module = cls(cls.config_class.from_dict(dict(config)))
     module.tie_weights()  # type: ignore[operator]
     return module
 

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from mlxconv.convert.conversion import convert
 from mlxconv.convert.forwards import mlx_inputs
 from mlxconv.convert.measure import measure, tiny_checkpoint
+from mlxconv.convert.model_class import find_class
 from mlxconv.convert.quantization import matches
 from mlxconv.convert.recipe import Recipe, all_recipes, example_inputs, load_recipe
 from mlxconv.convert.supported import kind_of
@@ -99,22 +100,22 @@ def check_program(bundle: Path, recipe: Recipe) -> None:
 
 
 def check_stream(bundle: Path, recipe: Recipe, variant: str | None) -> None:
-    """The outputs of every block of a bf16 run are bf16."""
+    """The outputs of every block of a bf16 run are bf16, but for what the class keeps in fp32."""
+    cls = find_class(recipe.library, recipe.class_name, bundle)
+    allowed = {mx.bfloat16, *([mx.float32] if getattr(cls, "_keep_in_fp32_modules", None) else [])}
     model = load_component(bundle)
     for entry in model.program.entries:
         inputs = inputs_of(recipe, entry.name, variant, torch.bfloat16, entry.sizes)
         blocks = [p for p in model.executor.block_paths(entry.name) if p in entry.taps]
         _, values = model.executor.run(entry.name, inputs, blocks)
-        others = {
-            path for path, found in values.items() if {v.dtype for v in found} != {mx.bfloat16}
-        }
+        others = {path for path, found in values.items() if not {v.dtype for v in found} <= allowed}
         assert others == set()
 
 
 def inputs_of(
     recipe: Recipe, entry: str, variant: str | None, dtype: Any, dims: dict[str, int] | None = None
 ) -> Any:
-    cls = getattr(__import__(recipe.library), recipe.class_name)
+    cls = find_class(recipe.library, recipe.class_name, RECIPES)
     config = merged_config(cls, recipe.tiny_config(variant))
     return mlx_inputs(example_inputs(recipe, entry, config, dims, seed=3, dtype=dtype))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import diffusers
 import mlx.core as mx
 import numpy as np
@@ -150,6 +152,36 @@ class InPlace(Model):
         return x
 
 
+class Caching(Model):
+    """Blocks leave tensors in a dictionary that they are given; the model reads them."""
+
+    class block(Block):
+        def forward(self, x, cache):
+            cache[len(cache)] = torch.cos(x)
+            return super().forward(x)
+
+    def forward(self, x):
+        cache = {}
+        for block in self.blocks:
+            x = block(x, cache)
+        return x + sum(cache.values())
+
+
+class Noting(Model):
+    """Blocks leave tensors in an object that they are given; the model reads them."""
+
+    class block(Block):
+        def forward(self, x, notes):
+            notes.total = notes.total + torch.cos(x)
+            return super().forward(x)
+
+    def forward(self, x):
+        notes = types.SimpleNamespace(total=0)
+        for block in self.blocks:
+            x = block(x, notes)
+        return x + notes.total
+
+
 class Growing(Model):
     """Blocks give sizes that no input of theirs has."""
 
@@ -193,6 +225,8 @@ MODELS = {
     Indices: 0,
     Peeking: 0,
     InPlace: 0,
+    Caching: 0,
+    Noting: 0,
     Growing: 0,
     Streams: 4,
     Passing: 2,
