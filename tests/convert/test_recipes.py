@@ -11,16 +11,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import mlx.core as mx
 import numpy as np
 import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from mlxconv.convert.conversion import convert
 from mlxconv.convert.forwards import mlx_inputs
-from mlxconv.convert.measure import measure, tiny_checkpoint
+from mlxconv.convert.measure import measure
 from mlxconv.convert.model_class import find_class
 from mlxconv.convert.quantization import matches
 from mlxconv.convert.recipe import Recipe, all_recipes, example_inputs, load_recipe
@@ -77,6 +75,8 @@ def test_a_recipe_keeps_the_contract(class_name: str, variant: str | None, tmp_p
     for q in measured:
         check_program(tmp_path / q, recipe)
     check_stream(tmp_path / "bf16", recipe, variant)
+    if variant is None and kind_of(recipe) == "denoiser":
+        check_sizes(tmp_path, recipe)
 
 
 @functools.cache
@@ -120,28 +120,16 @@ def inputs_of(
     return mlx_inputs(example_inputs(recipe, entry, config, dims, seed=3, dtype=dtype))
 
 
-DENOISERS = [
-    pytest.param(name, id=name, marks=_marks(name, name))
-    for name, recipe in all_recipes().items()
-    if kind_of(recipe) == "denoiser"
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("class_name", DENOISERS)
-def test_one_bundle_serves_all_sizes(class_name: str, tmp_path: Path) -> None:
-    recipe = load_recipe(class_name)
-    source = tiny_checkpoint(recipe, None, tmp_path / "source")
-    convert(source, tmp_path / "out", "fp32")
-    model = load_component(tmp_path / "out")
-    module = getattr(diffusers, class_name).from_pretrained(str(source)).eval()
-    entry, errors = model.program.entries[0], {}
+def check_sizes(folder: Path, recipe: Recipe) -> None:
+    """The fp32 bundle gives what diffusers gives at every size that is free."""
+    model = load_component(folder / "fp32")
+    cls: Any = find_class(recipe.library, recipe.class_name, folder)
+    module = cls.from_pretrained(str(folder / "source")).eval()
+    entry, config = model.program.entries[0], merged_config(cls, recipe.tiny_config())
     forward = recipe.program(entry.name).callable(module)
+    errors = {}
     for dims in all_sizes(recipe, entry.sizes):
-        inputs = example_inputs(
-            recipe, entry.name, merged_config(type(module), recipe.tiny_config()), dims, seed=3,
-            dtype=torch.float32,
-        )  # fmt: skip
+        inputs = example_inputs(recipe, entry.name, config, dims, seed=3, dtype=torch.float32)
         with torch.no_grad():
             expected = pytree.tree_leaves(forward(**inputs))[0].numpy()
         found, _ = model.executor.run(entry.name, mlx_inputs(inputs))
