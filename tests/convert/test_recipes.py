@@ -142,13 +142,17 @@ def all_sizes(recipe: Recipe, fixed: Mapping[str, int]) -> Iterator[dict[str, in
     """Batches of 1, 2 and 4, three aspect ratios, short and long prompts: what of it is free."""
     dims = {n: d for n, d in recipe.dims.items() if not d.fixed and n not in fixed and d.check}
     unit = {n: math.gcd(d.trace, *d.check) for n, d in dims.items()}
+    least = {n: min(d.trace, *d.check) for n, d in dims.items()}
     side = math.lcm(unit.get("height", 1), unit.get("width", 1))
+    k = -(-max(least.get("height", 1), least.get("width", 1)) // side)
     batches = [{"batch": n} for n in (1, 2, 4)]
     shapes = [
         {"height": high * side, "width": wide * side, "image_tokens": high * wide + 1}
-        for high, wide in ((4, 2), (2, 4), (3, 3))
+        for high, wide in ((2 * k, k), (k, 2 * k), (k + 1, k + 1))
     ]
-    texts = [{"text_tokens": n * unit.get("text_tokens", 1)} for n in (3, 40)]
+    texts = [
+        {"text_tokens": n} for n in (least.get("text_tokens", 1), 40 * unit.get("text_tokens", 1))
+    ]
     every = (batch | shape | text for batch, shape, text in product(batches, shapes, texts))
     kept = [{n: size for n, size in sizes.items() if n in dims} for sizes in every]
     return iter({tuple(sizes.items()): sizes for sizes in kept}.values())
