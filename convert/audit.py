@@ -23,6 +23,7 @@ from .checkpoint import (
     component_class,
     match_keys,
     merged_config,
+    tied_weights,
 )
 from .comparison import Sums
 from .plan import to_stored
@@ -147,11 +148,10 @@ def _pairs(
 
 def _match_tied(wanted: Mapping[str, tuple[int, ...]], component: Component) -> KeyMatch:
     """The checkpoint may store a tensor under another of its names."""
-    from .tracing import build_module, tied_names
+    from .tracing import build_module
 
-    tied = tied_names(build_module(component_class(component), merged_config(component))[0])
-    others = {name: wanted[first] for name, first in tied.items() if first in wanted}
-    return match_keys({**wanted, **others}, component.tensors, tied)
+    module, _ = build_module(component_class(component), merged_config(component))
+    return match_keys(wanted, component.tensors, tied_weights(module))
 
 
 def _compare_dense(made: StoredTensor, source: StoredTensor, kind: str, sums: Sums) -> str:

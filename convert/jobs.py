@@ -151,8 +151,7 @@ def _prepare(run: Run, component: Component) -> Job:
         compiled = compile_program(cls, config, recipe, run.options.sizes)
         parameters, tied = compiled.parameters, compiled.tied
     shapes = {n: p.shape for n, p in parameters.items()}
-    others = {n: shapes[first] for n, first in tied.items() if first in shapes}
-    match = match_keys(shapes | others, component.tensors, tied)
+    match = match_keys(shapes, component.tensors, tied)
     match.check(str(component.path))
     named = parameters if compiled else _stored_names(parameters, match)
     found = match.found if compiled else {name: name for name in named}

@@ -83,9 +83,12 @@ def match_keys(
     """Find a stored tensor of equal shape for each wanted name.
 
     `wanted` is name -> shape of the module's state dict; `tied` says which wanted name shares its
-    tensor with which other, in either direction (see `tied_weights`). Raises nothing: ask
-    `KeyMatch.check`.
+    tensor with which other, in either direction (see `tied_weights`); a name that is not wanted
+    is when its first is. Raises nothing: ask `KeyMatch.check`.
     """
+    tied = tied or {}
+    others = {name: wanted[first] for name, first in tied.items() if first in wanted}
+    wanted = {**others, **wanted}
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     found: dict[str, str] = {}
     wrong: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
@@ -105,7 +108,7 @@ def match_keys(
         settled=found,
     )
     found |= renamed
-    found |= _match_tied([n for n in left if n not in found], wanted, found, tied or {})
+    found |= _match_tied([n for n in left if n not in found], wanted, found, tied)
     used = {*found.values(), *taken}
     return KeyMatch(
         found={name: found[name] for name in wanted if name in found},

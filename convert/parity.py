@@ -21,7 +21,7 @@ from .audit import Audit, audit
 from .checkpoint import Checkpoint, Component, open_checkpoint
 from .comparison import Row, make_row
 from .forwards import Case, compare_entries
-from .recipe import RECIPE_FILE, Recipe, load_recipe, load_recipe_file
+from .recipe import Recipe, bundle_recipe, load_recipe_file
 
 TIERS = ("forward", "block")
 
@@ -142,8 +142,7 @@ def _recipe(folder: Path, component: Component, given: Recipe | None) -> Recipe 
         return None
     if given is not None and given.class_name == component.class_name:
         return given
-    own = folder / RECIPE_FILE
-    return load_recipe_file(own) if own.is_file() else load_recipe(component.class_name)
+    return bundle_recipe(folder, component.class_name)
 
 
 def _verify_component(

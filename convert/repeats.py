@@ -390,9 +390,12 @@ def _repeated(
     wanted: set[fx.Node] = set(ends)
     inside: set[fx.Node] = set(starts)  # what depends on an input of the block
     varying: set[fx.Node] = set(starts)  # the same, or on a tensor of the block's own
+    live = {node for node in graph.nodes if node.op == "output"}  # not those that only check sizes
     for node in reversed(graph.nodes):
         if node in wanted and node not in starts:
             wanted.update(node.all_input_nodes)
+        if node in live:
+            live.update(node.all_input_nodes)
     for node in graph.nodes:
         if node.op == "placeholder" and lifted.get(node.name, "").startswith(f"{path}."):
             varying.add(node)
@@ -401,7 +404,7 @@ def _repeated(
             varying.add(node)
         if any(n in inside for n in before):
             inside.add(node)
-            if node not in wanted and (node.users or node.op == "output"):
+            if node not in wanted and node in live:
                 raise Unrepeatable(path)
     owned = wanted & varying
     return Repeated(path, enter, leave, frozenset(n for n in owned if n.op == "call_function"))

@@ -11,7 +11,7 @@ from mlxconv.runtime.program import CONSTANTS_FILE, PROGRAM_FILE, Program, load_
 
 from .model_class import find_class
 from .programs import Compiled, Size, compile_program, fixed_dims
-from .recipe import RECIPE_FILE, Recipe, load_recipe, load_recipe_file
+from .recipe import Recipe, bundle_recipe
 from .weight_files import read_json_object
 
 
@@ -33,8 +33,7 @@ def add_sizes(
         raise MlxconvError(f"{folder}: has no program; convert it with a recipe")
     old = load_program(folder / PROGRAM_FILE)
     listed = opened.manifest["components"][component]
-    own = folder / RECIPE_FILE
-    recipe = load_recipe_file(own) if own.is_file() else load_recipe(listed["class"])
+    recipe = bundle_recipe(folder, listed["class"])
     wanted = _wanted(recipe, sizes, dims or {}, folder)
     config = read_json_object(folder / "config.json")
     for key in ("mlxconv", "quantization", "quantization_config"):

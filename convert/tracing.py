@@ -19,7 +19,7 @@ import sys
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from mlxconv.runtime.errors import MlxconvError
 from . import repeats
 from .conditions import answered
 from .functional import functional
+from .keys import tied_weights
 from .posteriors import register_posteriors
 from .recipe import Expression, ProgramRecipe, Recipe, evaluate, example_inputs, names_in, place
 from .repeats import Repeated, repeated_blocks
@@ -184,7 +185,7 @@ def _has_tables(module: nn.Module) -> bool:
         if isinstance(value, nn.Module) or depth > 3:
             return False
         items = value.values() if isinstance(value, dict) else value
-        if isinstance(items, (list, tuple, set, type({}.values()))):
+        if isinstance(items, (list, tuple, set, ValuesView)):
             return any(holds(item, depth + 1) for item in items)
         return hasattr(value, "__dict__") and holds(vars(value), depth + 1)
 
@@ -693,7 +694,7 @@ def _where(error: BaseException) -> str:
 
 def _traced(job: _Job, exported: ExportedProgram) -> Traced:
     signature = exported.graph_signature
-    tied = tied_names(job.module)
+    tied = tied_weights(job.module)
     parameters = _parameters(job, tied)
     placeholders = {
         **{node: tied.get(n, n) for node, n in signature.inputs_to_parameters.items()},
@@ -734,14 +735,6 @@ def _traced(job: _Job, exported: ExportedProgram) -> Traced:
         tied=tied,
         dtype=job.dtype,
     )
-
-
-def tied_names(module: nn.Module) -> dict[str, str]:
-    """Further names of parameters that have several -> the first of them."""
-    first: dict[int, str] = {}
-    named = module.named_parameters(remove_duplicate=False)
-    names = {name: first.setdefault(id(parameter), name) for name, parameter in named}
-    return {name: other for name, other in names.items() if name != other}
 
 
 def _parameters(job: _Job, tied: Mapping[str, str]) -> dict[str, TracedParameter]:

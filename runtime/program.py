@@ -409,8 +409,9 @@ def _show(arg: Arg) -> str:
             return repr(arg)
 
 
-def _stage_of(node: Node, stages: dict[str, int]) -> int:
-    return max((stages.get(name, 0) for name in refs(node.args.values())), default=0)
+def latest_stage(args: Iterable[Arg], stages: Mapping[str, int]) -> int:
+    """When all of the arguments are known, by index into `STAGES`."""
+    return max((stages.get(name, 0) for name in refs(args)), default=0)
 
 
 def _show_node(node: Node, stage: str) -> str:
@@ -438,7 +439,7 @@ def show(program: Program) -> str:
         lines.append(f"\ndef {entry.name}({inputs}):{sizes}")
         stages = {i.name: STAGES.index(i.stage) for i in entry.inputs}
         for node in entry.nodes:
-            stage = _stage_of(node, stages)
+            stage = latest_stage(node.args.values(), stages)
             stages.update(dict.fromkeys(node.out, stage))
             lines.append(_show_node(node, STAGES[stage]))
         lines.append(f"    return {', '.join(_show(a) for a in entry.outputs)}")

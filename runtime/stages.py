@@ -1,8 +1,9 @@
 """When each value of a program is known, and so what share of the weights each stage needs."""
 
+import math
 from collections.abc import Mapping
 
-from .program import STAGES, Arg, Body, Entry, Node, Program, refs, weights
+from .program import STAGES, Body, Entry, Node, Program, latest_stage, weights
 
 Stages = Mapping[str, int]  # index into STAGES
 
@@ -21,7 +22,7 @@ def shares(program: Program) -> dict[str, float]:
     for entry in program.entries:
         for name, stage in weight_stages(program, entry).items():
             latest[name] = max(stage, latest.get(name, 0))
-    sizes = {name: _count(p.shape) for name, p in program.parameters.items()}
+    sizes = {name: math.prod(p.shape) for name, p in program.parameters.items()}
     total = sum(sizes[name] for name in latest if name in sizes) or 1
     held = [0] * len(STAGES)
     for name, stage in latest.items():
@@ -47,26 +48,15 @@ def _walk(
 def _given(node: Node, stages: Stages) -> list[int]:
     """The stage of each input of a call."""
     inputs = node.args["inputs"]
-    return [_latest((arg,), stages) for arg in inputs] if isinstance(inputs, tuple) else []
-
-
-def _latest(args: tuple[Arg, ...], stages: Stages) -> int:
-    return max((stages.get(name, 0) for name in refs(args)), default=0)
+    return [latest_stage((arg,), stages) for arg in inputs] if isinstance(inputs, tuple) else []
 
 
 def _outputs(program: Program, node: Node, stages: Stages) -> list[int]:
     """The stage of each output; a block's may be known at different stages."""
     if node.op != "call":
-        return [_latest(tuple(node.args.values()), stages)] * len(node.out)
+        return [latest_stage(node.args.values(), stages)] * len(node.out)
     block = program.blocks[str(node.args["block"])]
     inner = dict(zip(block.inputs, _given(node, stages)))
     for each in block.nodes:
         inner.update(zip(each.out, _outputs(program, each, inner)))
-    return [_latest((output,), inner) for output in block.outputs]
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
+    return [latest_stage((output,), inner) for output in block.outputs]

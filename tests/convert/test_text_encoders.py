@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from mlxconv.convert.conversion import convert
 from mlxconv.convert.forwards import mlx_inputs
+from mlxconv.convert.keys import tied_weights
 from mlxconv.convert.measure import tiny_checkpoint
 from mlxconv.convert.parity import verify
 from mlxconv.convert.recipe import Input, Recipe, _values, load_recipe, parse_recipe
-from mlxconv.convert.tracing import build_module, tied_names, trace
+from mlxconv.convert.tracing import build_module, trace
 from mlxconv.runtime.bundle import load_component
 
 from ..bundles import tensors
@@ -217,7 +218,7 @@ def test_layers_are_traced_once(name: str) -> None:
 def test_tied_parameters_stay_one_while_they_are_fake() -> None:
     config = transformers.T5Config(**load_recipe("T5EncoderModel").tiny_config()).to_dict()
     module, _ = build_module(transformers.T5EncoderModel, config)
-    assert tied_names(module) == {"encoder.embed_tokens.weight": "shared.weight"}
+    assert tied_weights(module) == {"encoder.embed_tokens.weight": "shared.weight"}
 
 
 def test_a_number_made_in_the_compute_dtype_keeps_its_digits() -> None:
