@@ -31,6 +31,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
+from torch.utils._device import _device_constructors
 
 from mlxconv.runtime.errors import MlxconvError
 
@@ -516,6 +517,7 @@ def _symbolic_builtins(module: nn.Module) -> Iterator[None]:
     larger: each would build the traced size into the graph without a word. The stand-ins go into
     the source modules of the traced classes, and out of them afterwards.
     """
+    _device_constructors()  # remembered by torch: not with the stand-ins for its functions
     names = {type(child).__module__ for child in module.modules()}
     spaces = [vars(sys.modules[n]) for n in names if n.split(".")[0] in _LIBRARIES]
     added = [(space, name) for space in spaces for name in _STAND_INS if name not in space]

@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from mlxconv.convert import repeats
+from mlxconv.convert import repeats, tracing
 from mlxconv.convert.recipe import ProgramRecipe, example_inputs, load_recipe
 from mlxconv.convert.tracing import Traced, build_module, merged_config, trace
 from mlxconv.runtime.errors import MlxconvError
@@ -270,3 +270,13 @@ def test_a_size_that_the_class_builds_in_is_reported():
 def test_a_configuration_that_does_not_fit_is_named():
     with pytest.raises(MlxconvError, match=r"Counting cannot be built from its configuration"):
         trace(Counting, {"wide": 4}, _recipe_of(Counting))
+
+
+def test_functions_that_torch_remembers_are_its_own():
+    from torch.utils._device import _device_constructors
+
+    _device_constructors.cache_clear()
+    with tracing._symbolic_builtins(nn.Linear(1, 1)), torch.device("meta"):
+        torch.ones(1)
+    with torch.device("meta"):
+        assert torch.tensor([1.0]).device.type == torch.linspace(0, 1, 2).device.type == "meta"
