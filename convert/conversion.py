@@ -27,6 +27,7 @@ from .bundle_files import (
     write_json,
 )
 from .checkpoint import Component, open_checkpoint
+from .interrupts import check_interrupt
 from .jobs import Job, Options, Run, bundle_bytes, prepare
 from .recipe import RECIPE_FILE, load_recipe_file
 from .report import ComponentReport, ConvertReport
@@ -58,6 +59,7 @@ def convert(
         check_target(Path(out), chosen.force, checkpoint.path)
     jobs = prepare(run)
     gc.collect()
+    check_interrupt()
     needed = bundle_bytes(checkpoint, jobs)
     if not chosen.dry_run:
         with (
@@ -70,6 +72,7 @@ def convert(
             _write(run, jobs, folder, progress)
             _write_manifest(run, jobs, folder, command)
             _verify_written(run, jobs, folder)
+            check_interrupt()
     return _report(run, jobs, str(out), started)
 
 

@@ -257,6 +257,25 @@ def test_an_interrupt_signal_ends_a_conversion_with_130(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_interrupt_that_a_library_swallows_is_not_lost(
+    flux_checkpoint: Path, tmp_path: Path
+) -> None:
+    command = ["mlxconv", "convert", str(flux_checkpoint), "-o", str(tmp_path / "out")]
+    code = (
+        "import os, signal, sys\n"
+        "from mlxconv.convert.interrupts import remember_interrupts\n"
+        "from mlxconv.cli import main\n"
+        "remember_interrupts()\n"
+        "try: os.kill(os.getpid(), signal.SIGINT)\n"
+        "except: pass\n"
+        f"sys.argv = {command!r}\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 130
+    assert list(tmp_path.iterdir()) == []
+
+
 # ---- start-up -----------------------------------------------------------------------------------
 
 HEAVY = ("torch", "diffusers", "transformers", "mlx", "numpy", "huggingface_hub")

@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from . import __version__
+from .convert.interrupts import remember_interrupts
 from .runtime.errors import MlxconvError
 
 _INTERRUPTED = 130
@@ -291,6 +292,7 @@ def _quiet() -> None:
 
 def main() -> None:
     """Entry point of the `mlxconv` command."""
+    remember_interrupts()
     try:
         cli.main(standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
