@@ -474,13 +474,13 @@ def parse_recipe(text: str, source: str) -> Recipe:
     return _read(data, source)
 
 
-@functools.lru_cache
 def bundle_recipe(folder: Path, class_name: str) -> Recipe:
     """The recipe that a bundle's component was converted by: its own, or the shipped one."""
     own = folder / RECIPE_FILE
     return load_recipe_file(own) if own.is_file() else load_recipe(class_name)
 
 
+@functools.lru_cache
 def load_recipe(class_name: str) -> Recipe:
     """The recipe that ships for a class, by the class's name."""
     known = recipe_names()

@@ -27,7 +27,7 @@ def remembered_sizes() -> Iterator[None]:
         def remembered(self: SymNode, other: Any) -> Any:
             if not isinstance(other, SymNode) or get_proxy_mode() is not None:
                 return function(self, other)
-            key = (name, id(self.shape_env), self._expr, other._expr, self.pytype, other.pytype)
+            key = (name, self.shape_env, self._expr, other._expr, self.pytype, other.pytype)
             known = results.get(key)
             if known is None:
                 results[key] = known = function(self, other)
@@ -40,7 +40,7 @@ def remembered_sizes() -> Iterator[None]:
         return remembered
 
     def evaluated(self: SymNode, size_oblivious: bool = False) -> Any:
-        key = ("evaluate", id(self.shape_env), self._expr, self.pytype, size_oblivious)
+        key = ("evaluate", self.shape_env, self._expr, self.pytype, size_oblivious)
         if key not in results:
             results[key] = evaluate(self, size_oblivious)
         return results[key]
