@@ -272,9 +272,8 @@ def _block_forward(
         output = forward(*args, **kwargs)
         after, form = pytree.tree_flatten((args, kwargs))
         kept = form == spec and all(a is b for a, b in zip(after, inside, strict=True))
-        if not kept or _described(inside) != described:
-            raise Unrepeatable(group.first)
-        if any(x._version != versions[i] for i, x in entered.items()):
+        same_values = all(x._version == versions[i] for i, x in entered.items())
+        if not (kept and same_values and _described(inside) == described):
             raise Unrepeatable(group.first)
         calls = {} if group.labels.intersection(trace.reads[read:]) else trace.calls
         return _finish(output, key, name, path, leaves, inside, entered, calls)

@@ -307,7 +307,8 @@ def over(b: Builder, size: Arg, divisor: int) -> Arg:
 
 def _size(b: Builder, op: str, compute: Callable[[Any, Any], Any], x: Arg, y: Arg) -> Arg:
     """A number where both are, else a node that is known to give a size."""
-    value = compute(b.value(x), b.value(y)) if None not in (b.value(x), b.value(y)) else None
+    known = [b.value(size) for size in (x, y)]
+    value = None if any(size is None for size in known) else compute(*known)
     return value if isinstance(value, int) else b.note(b.emit(op, a=x, b=y), value)
 
 

@@ -44,13 +44,8 @@ def _unflatten(b: Builder, x: Arg, dim: int, parts: Sequence[Arg]) -> Arg:
     return b.emit("reshape", x=x, shape=(*sizes[:dim], *parts, *sizes[dim + 1 :]))
 
 
-@lowers("expand")
+@lowers("expand", "broadcast_to")
 def _expand(b: Builder, x: Arg, shape: Arg, *, implicit: bool = False) -> Arg:
-    return b.emit("broadcast", x=x, shape=shape)
-
-
-@lowers("broadcast_to")
-def _broadcast_to(b: Builder, x: Arg, shape: Arg) -> Arg:
     return b.emit("broadcast", x=x, shape=shape)
 
 

@@ -12,6 +12,7 @@ from mlxconv.convert.measure import tiny_module
 from mlxconv.convert.quantization import matches
 from mlxconv.convert.recipe import (
     all_recipes,
+    bundle_recipe,
     evaluate,
     example_inputs,
     load_recipe,
@@ -203,3 +204,10 @@ def test_constant_values_are_exact_in_bf16(name):
 
 def _list(value):
     return value if isinstance(value, list) else [value]
+
+
+def test_the_recipe_of_a_bundle_is_read_each_time(tmp_path):
+    shipped = load_recipe("DiTTransformer2DModel")
+    assert bundle_recipe(tmp_path, "DiTTransformer2DModel") is shipped
+    (tmp_path / "recipe.toml").write_text(MINIMAL)
+    assert bundle_recipe(tmp_path, "DiTTransformer2DModel").class_name == "Thing"
