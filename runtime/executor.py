@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
+from . import binding
 from .errors import MlxconvError
-from .ops import OPS, dtype_of, on_cpu
-from .program import Arg, Block, Body, Entry, Input, Node, Program, Ref, Weight, refs, walk
+from .ops import OPS, on_cpu
+from .program import Arg, Block, Body, Entry, Node, Program, Ref, Weight, refs, walk
 from .weights import (
     Held,
     QuantizedWeight,
@@ -128,9 +128,10 @@ class Executor:
             raise MlxconvError("streaming needs weights that are not resident, and no compile")
         self.program, self.weights = program, weights
         self.compile, self.stream = compile, stream
-        self._compute = str(weights.compute).removeprefix("mlx.core.")
+        self.compute = str(weights.compute).removeprefix("mlx.core.")
         self._plans: dict[int, list[_Step]] = {}
         self._compiled: dict[Any, Callable[..., Any]] = {}
+        self.traces = 0  # of whole entries by mx.compile: one for each set of shapes
         self._double = any(
             "float64" in t or n.args.get("dtype") == "float64"
             for b in program.bodies()
@@ -147,11 +148,11 @@ class Executor:
         self, entry: str, inputs: Mapping[str, Any], taps: Iterable[str] = ()
     ) -> tuple[tuple[Any, ...], dict[str, list[Any]]]:
         """Outputs, and for each module path of `taps` the values that the module returned."""
-        chosen, values = self._bind(entry, inputs)
+        chosen, values = self.bind(entry, inputs)
         wanted = list(taps)
         found: dict[str, list[Any]] = {}
-        if self.compile == "program" and not wanted:
-            return self._run_compiled(chosen, values), found
+        if not wanted:
+            return self.evaluate(chosen, values), found
         outputs = self._run(chosen, values, self._weight, "", wanted, found)
         missing = [path for path in wanted if path not in found]
         if missing:
@@ -160,6 +161,47 @@ class Executor:
                 f"known module paths are listed by `inspect --program`"
             )
         return outputs, found
+
+    def bind(self, entry: str, inputs: Mapping[str, Any]) -> tuple[Entry, dict[str, Any]]:
+        """The entry that takes inputs of these sizes, and the values of its inputs by name."""
+        return binding.bind(self.program, entry, inputs, self.compute)
+
+    def evaluate(self, entry: Entry, values: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Outputs of an entry of this program for values by name, unchecked, lazily."""
+        if self.compile == "program":
+            return self._run_compiled(entry, dict(values))
+        return self._run(entry, dict(values), self._weight, "")
+
+    def evaluate_over(
+        self,
+        entry: Entry,
+        values: Mapping[str, Any],
+        stacked: Mapping[str, mx.array],
+        *,
+        batched: bool = True,
+    ) -> tuple[dict[str, Any], dict[str, mx.array]]:
+        """What an entry gives for every row of `stacked`, evaluated: the outputs that no row
+        decides, and the others (rows, ...), by name.
+
+        Node by node for all rows, so that a weight is read once; `batched`: in one operation.
+        """
+        known, each = {**values, **stacked}, set(stacked)
+        for step in self._plan_of(entry):
+            mine = sorted(set(refs(step.node.args.values())) & each)
+            if mine:
+                self._step_over(step, known, mine, batched)
+                each.update(n for n in step.node.out if isinstance(known[n], mx.array))
+            else:
+                self._step(step, known, self._weight, "", (), None)
+            self._settle(step, known)
+            for name in step.drop:
+                known.pop(name, None)
+        outputs = list(refs(entry.outputs))
+        mx.eval([known[n] for n in outputs if isinstance(known[n], mx.array)])
+        return (
+            {n: known[n] for n in outputs if n not in each},
+            {n: known[n] for n in outputs if n in each},
+        )
 
     def tap_paths(self, entry: str = "forward") -> list[str]:
         """Module paths whose outputs can be tapped, in order of computation."""
@@ -171,41 +213,12 @@ class Executor:
         body = self.program.entry(entry)
         return [str(n.args["prefix"]) for n in body.nodes if n.op == "call"]
 
-    # ---- inputs ----
-
-    def _bind(self, name: str, inputs: Mapping[str, Any]) -> tuple[Entry, dict[str, Any]]:
-        entries = [e for e in self.program.entries if e.name == name]
-        if not entries:
-            self.program.entry(name)
-        reasons = []
-        for entry in entries:
-            try:
-                return entry, self._values(entry, inputs)
-            except _WrongSize as error:
-                reasons.append(str(error))
-        hint = (
-            ""
-            if len(entries) == 1 and not entries[0].sizes
-            else (
-                f" Sizes in this bundle: {'; '.join(str(e.sizes) for e in entries)}."
-                " Add one with `mlxconv convert --size WxH`."
-            )
-        )
-        raise MlxconvError(f"{self.program.class_name}.{name}: {reasons[0]}.{hint}")
-
-    def _values(self, entry: Entry, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        _check_keywords(self.program.class_name, entry, inputs)
-        return {
-            item.name: _as_input(item, _at(inputs, item.path), self._compute)
-            for item in entry.inputs
-        }
-
     # ---- evaluation ----
 
     def _plan_of(self, body: Body) -> list[_Step]:
         key = id(body)
         if key not in self._plans:
-            self._plans[key] = _plan(body, self._compute)
+            self._plans[key] = _plan(body, self.compute)
         return self._plans[key]
 
     def _run(
@@ -220,6 +233,8 @@ class Executor:
         wanted = _taps_here(body, prefix, taps)
         for step in self._plan_of(body):
             self._step(step, values, weight, prefix, taps, found)
+            if not prefix:
+                self._settle(step, values)
             for path in wanted.get(step.node.out[-1] if step.node.out else "", ()):
                 assert found is not None
                 names = body.taps[path.removeprefix(prefix).lstrip(".")]
@@ -227,7 +242,7 @@ class Executor:
             if not wanted:
                 for name in step.drop:
                     values.pop(name, None)
-        return tuple(_evaluator(a, self._compute)(values, weight) for a in body.outputs)
+        return tuple(_evaluator(a, self.compute)(values, weight) for a in body.outputs)
 
     def _step(
         self,
@@ -250,6 +265,33 @@ class Executor:
             values[node.out[0]] = results if not isinstance(results, list) else results[0]
         else:
             values.update(zip(node.out, results, strict=True))
+
+    def _step_over(
+        self, step: _Step, known: dict[str, Any], mine: Sequence[str], batched: bool
+    ) -> None:
+        """One node for each row of the values `mine`; its results get an axis of rows."""
+
+        def once(*row: mx.array) -> list[Any]:
+            values = {**known, **dict(zip(mine, row))}
+            self._step(step, values, self._weight, "", (), None)
+            return [values[name] for name in step.node.out]
+
+        columns = [known[name] for name in mine]
+        if batched:
+            try:
+                known.update(zip(step.node.out, mx.vmap(once)(*columns), strict=True))
+                return
+            except (MlxconvError, ValueError, RuntimeError):
+                pass  # not every operation of MLX can be mapped; what fails below is an error
+        rows = [once(*row) for row in zip(*columns, strict=True)]
+        for name, column in zip(step.node.out, zip(*rows)):
+            known[name] = mx.stack(column) if isinstance(column[0], mx.array) else column[0]
+
+    def _settle(self, step: _Step, values: Mapping[str, Any]) -> None:
+        """When streaming: compute a top-level block's outputs, and let its weights go."""
+        if self.stream and step.node.op == "call":
+            mx.eval([v for n in step.node.out if isinstance(v := values[n], mx.array)])
+            self.weights.release()
 
     def _apply(self, step: _Step, args: dict[str, Any], prefix: str) -> Any:
         try:
@@ -296,9 +338,6 @@ class Executor:
         else:
             values = dict(zip(block.inputs, inputs, strict=True))
             outputs = self._run(block, values, weight, path, inner, found)
-        if self.stream and not prefix:
-            mx.eval([o for o in outputs if isinstance(o, mx.array)])
-            self.weights.release()
         return outputs
 
     # ---- compiled ----
@@ -311,6 +350,7 @@ class Executor:
         if key not in self._compiled:
 
             def whole(*flat: mx.array) -> tuple[Any, ...]:
+                self.traces += 1
                 bound = {**dict(zip(names, flat, strict=True)), **sizes}
                 return self._run(entry, bound, self._weight, "")
 
@@ -355,10 +395,6 @@ class Executor:
             return self._run(block, values, held.__getitem__, path)
 
         return function
-
-
-class _WrongSize(Exception):
-    """The inputs do not fit this entry; another one may."""
 
 
 def _flat(values: Iterable[Any]) -> Iterable[Any]:
@@ -447,63 +483,3 @@ def _bare(held: Held) -> Held:
     """A stand-in with the same spec and no data."""
     empty = mx.zeros(())
     return empty if isinstance(held, mx.array) else rebuild(held, [empty] * len(held.arrays()))
-
-
-# ---- inputs -------------------------------------------------------------------------------------
-
-
-def _is_nothing(value: Any) -> bool:
-    return value is None or (isinstance(value, (list, tuple, dict)) and not value)
-
-
-def _check_keywords(class_name: str, entry: Entry, inputs: Mapping[str, Any]) -> None:
-    tensors = list(dict.fromkeys(i.path.split(".")[0] for i in entry.inputs))
-    fixed = {path.split(".")[0] for path in entry.literals}
-    unknown = [
-        k for k, v in inputs.items() if k not in tensors and k not in fixed and not _is_nothing(v)
-    ]
-    if unknown:
-        raise MlxconvError(
-            f"{class_name}.{entry.name}: traced without {', '.join(unknown)}; it takes "
-            f"{', '.join(tensors)}. Another recipe can trace it with them (--recipe FILE)."
-        )
-    missing = [k for k in tensors if inputs.get(k) is None]
-    if missing:
-        raise MlxconvError(f"{class_name}.{entry.name}: missing input {', '.join(missing)}")
-    for path, value in entry.literals.items():
-        given = _at(inputs, path, value)
-        if (
-            path != "return_dict"
-            and not isinstance(given, (mx.array, np.ndarray))
-            and given != value
-        ):
-            raise _WrongSize(f"{path} was traced as {value!r}, given {given!r}")
-
-
-_ABSENT = object()
-
-
-def _at(inputs: Mapping[str, Any], path: str, default: Any = _ABSENT) -> Any:
-    value: Any = inputs
-    for part in path.split("."):
-        try:
-            value = value[part] if isinstance(value, Mapping) else value[int(part)]
-        except (KeyError, IndexError, TypeError, ValueError):
-            if default is not _ABSENT:
-                return default
-            raise MlxconvError(f"input {path} is missing") from None
-    return value
-
-
-def _as_input(item: Input, value: Any, compute: str) -> Any:
-    if item.type == "int":
-        return int(value)
-    dtype, _, shape = item.type.rstrip("]").partition("[")
-    array = value if isinstance(value, mx.array) else mx.array(np.asarray(value))
-    sizes = [s.strip() for s in shape.split(",") if s.strip()]
-    wrong = len(sizes) != array.ndim or any(
-        s.isdigit() and int(s) != n for s, n in zip(sizes, array.shape)
-    )
-    if wrong:
-        raise _WrongSize(f"input {item.path} has shape {tuple(array.shape)}, expected [{shape}]")
-    return array.astype(dtype_of(compute if dtype == "compute" else dtype))

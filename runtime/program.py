@@ -160,6 +160,11 @@ def weights(args: Iterable[Arg]) -> Iterator[str]:
                 yield item.name
 
 
+def latest_stage(args: Iterable[Arg], stages: Mapping[str, int]) -> int:
+    """When all of the arguments are known, by index into `STAGES`."""
+    return max((stages.get(name, 0) for name in refs(args)), default=0)
+
+
 def substitute(arg: Arg, replace: Callable[[Ref | Weight], Arg]) -> Arg:
     """`arg` with every Ref and Weight replaced by what `replace` gives for it."""
     if isinstance(arg, tuple):
@@ -392,55 +397,3 @@ def _check_acyclic(program: Program, where: str) -> None:
 
 def _callees(body: Body) -> list[str]:
     return sorted({str(n.args.get("block")) for n in body.nodes if n.op == "call"})
-
-
-# ---- printed form -------------------------------------------------------------------------------
-
-
-def _show(arg: Arg) -> str:
-    match arg:
-        case Ref(name):
-            return name
-        case Weight(name):
-            return f"W[{name}]"
-        case tuple():
-            return "[" + ", ".join(_show(item) for item in arg) + "]"
-        case _:
-            return repr(arg)
-
-
-def latest_stage(args: Iterable[Arg], stages: Mapping[str, int]) -> int:
-    """When all of the arguments are known, by index into `STAGES`."""
-    return max((stages.get(name, 0) for name in refs(args)), default=0)
-
-
-def _show_node(node: Node, stage: str) -> str:
-    left = ", ".join(node.out)
-    if node.op == "call":
-        inputs = ", ".join(_show(a) for a in node.args["inputs"])  # type: ignore[union-attr]
-        right = f"{node.args['block']}[{node.args['prefix']}]({inputs})"
-    else:
-        right = f"{node.op}({', '.join(f'{k}={_show(v)}' for k, v in node.args.items())})"
-    types = ", ".join(t for t in node.types if t)
-    note = " · ".join(part for part in (types, stage) if part)
-    return f"    {left} = {right}" + (f"  # {note}" if note else "")
-
-
-def show(program: Program) -> str:
-    """The program as pseudo-Python, with types and the stage at which each value is known."""
-    lines = [f"# {program.class_name}: {program.count_nodes()} nodes"]
-    for name, block in program.blocks.items():
-        lines.append(f"\ndef {name}({', '.join(block.inputs)}):")
-        lines += [_show_node(node, "") for node in block.nodes]
-        lines.append(f"    return {', '.join(_show(a) for a in block.outputs)}")
-    for entry in program.entries:
-        sizes = f"  # sizes {entry.sizes}" if entry.sizes else ""
-        inputs = ", ".join(f"{i.name}: {i.type}" for i in entry.inputs)
-        lines.append(f"\ndef {entry.name}({inputs}):{sizes}")
-        stages = {i.name: STAGES.index(i.stage) for i in entry.inputs}
-        for node in entry.nodes:
-            stage = latest_stage(node.args.values(), stages)
-            stages.update(dict.fromkeys(node.out, stage))
-            lines.append(_show_node(node, STAGES[stage]))
-        lines.append(f"    return {', '.join(_show(a) for a in entry.outputs)}")
-    return "\n".join(lines)

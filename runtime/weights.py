@@ -3,6 +3,7 @@
 import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,16 @@ class Weights:
         self._quantization = Specs(config.get("quantization") or {}, str(folder))
         self._open: dict[str, dict[str, mx.array]] = {}
         self._held: dict[str | tuple[str, ...], Any] = {}
+
+    def again(self, *, resident: bool) -> "Weights":
+        """The same files and precision, with nothing read yet."""
+        other = copy(self)
+        other.resident, other._open, other._held = resident, {}, {}
+        return other
+
+    def nbytes(self, names: Iterable[str]) -> int:
+        """Bytes that these take as they are held; nothing is read."""
+        return sum(a.nbytes for name in names for a in arrays_of(self._read(name)))
 
     def get(self, name: str) -> Held:
         """One tensor, dense or quantized. MlxconvError names it when it is missing."""

@@ -191,7 +191,8 @@ def inspect(
 
     if program is not None:
         from .runtime.bundle import program_of
-        from .runtime.program import show, to_json
+        from .runtime.printed import show
+        from .runtime.program import to_json
 
         found = program_of(path, program)
         click.echo(to_json(found) if as_json else show(found))

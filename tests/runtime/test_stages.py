@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from mlxconv.runtime.program import Block, Entry, Input, Node, Parameter, Program, Ref, Weight
-from mlxconv.runtime.stages import shares, weight_stages
+from mlxconv.runtime.program import (
+    Block,
+    Entry,
+    Input,
+    Node,
+    Parameter,
+    Program,
+    Ref,
+    Weight,
+    validate,
+)
+from mlxconv.runtime.stages import shares, split, value_stages, weights_by_stage
 
 
 def linear(out: str, x: str, weight: str) -> Node:
@@ -45,15 +55,37 @@ def program() -> Program:
 
 
 def test_a_weight_is_of_the_latest_stage_that_reads_it(program: Program) -> None:
-    stages = weight_stages(program, program.entries[0])
-    assert stages == {
-        "layers.0.modulation": 2,
-        "layers.0.mlp": 3,
-        "after_time": 2,
-        "after_all": 3,
-        "table": 0,
-        "text": 1,
-    }
+    assert weights_by_stage(program, program.entries[0]) == [
+        {"table"},
+        {"text"},
+        {"layers.0.modulation", "after_time"},
+        {"layers.0.mlp", "after_all"},
+    ]
+
+
+def test_a_call_becomes_one_for_each_stage_of_its_block(program: Program) -> None:
+    parts = split(program, program.entries[0])
+    validate(parts)
+    calls = [[n.args["block"] for n in e.nodes if n.op == "call"] for e in parts.entries]
+    assert calls == [[], [], ["block.schedule"], ["block.step"]]
+
+
+def test_sizes_of_the_latents_are_known_first(program: Program) -> None:
+    entry = program.entries[0]
+    entry.nodes.append(Node("dim", ("n",), {"x": Ref("x"), "axis": 0}, "", ("int",)))
+    entry.nodes.append(Node("reshape", ("r",), {"x": Ref("t"), "shape": (Ref("n"),)}))
+    assert value_stages(program, entry)["n"] == 0
+    assert value_stages(program, entry)["r"] == 2
+
+
+def test_a_broadcast_is_made_by_its_reader(program: Program) -> None:
+    """A row of modulation is small; repeated for each token it would not be."""
+    entry = program.entries[0]
+    entry.nodes.append(Node("broadcast", ("wide",), {"x": Ref("b"), "shape": (5, 1)}))
+    entry.nodes.append(Node("broadcast", ("early",), {"x": Ref("t"), "shape": (5, 1)}))
+    entry.nodes.append(Node("add", ("sum",), {"a": Ref("wide"), "b": Ref("early")}))
+    step = split(program, entry).entries[3]
+    assert "early" in {out for node in step.nodes for out in node.out}
 
 
 def test_shares_are_of_all_that_is_read(program: Program) -> None:

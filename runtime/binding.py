@@ -1,0 +1,99 @@
+"""Keyword arguments of a torch forward -> the values an entry of a program takes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from .errors import MlxconvError
+from .ops import dtype_of
+from .program import Entry, Input, Program
+
+
+def bind(
+    program: Program, name: str, inputs: Mapping[str, Any], compute: str
+) -> tuple[Entry, dict[str, Any]]:
+    """The entry `name` that takes inputs of these sizes, and its values by input name.
+
+    `compute`: dtype of the inputs that follow it. MlxconvError says which input does not fit, and
+    what sizes there are.
+    """
+    entries = [e for e in program.entries if e.name == name] or [program.entry(name)]
+    reasons = []
+    for entry in entries:
+        try:
+            _check_keywords(program.class_name, entry, inputs)
+            return entry, {i.name: as_input(i, at(inputs, i.path), compute) for i in entry.inputs}
+        except _WrongSize as error:
+            reasons.append(str(error))
+    hint = (
+        ""
+        if len(entries) == 1 and not entries[0].sizes
+        else (
+            f" Sizes in this bundle: {'; '.join(str(e.sizes) for e in entries)}."
+            " Add one with `mlxconv convert --size WxH`."
+        )
+    )
+    raise MlxconvError(f"{program.class_name}.{name}: {reasons[0]}.{hint}")
+
+
+class _WrongSize(MlxconvError):
+    """The inputs do not fit this entry; another one may."""
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, (list, tuple, dict)) and not value)
+
+
+def _check_keywords(class_name: str, entry: Entry, inputs: Mapping[str, Any]) -> None:
+    tensors = list(dict.fromkeys(i.path.split(".")[0] for i in entry.inputs))
+    fixed = {path.split(".")[0] for path in entry.literals}
+    unknown = [
+        k for k, v in inputs.items() if k not in tensors and k not in fixed and not _is_nothing(v)
+    ]
+    if unknown:
+        raise MlxconvError(
+            f"{class_name}.{entry.name}: traced without {', '.join(unknown)}; it takes "
+            f"{', '.join(tensors)}. Another recipe can trace it with them (--recipe FILE)."
+        )
+    missing = [k for k in tensors if inputs.get(k) is None]
+    if missing:
+        raise MlxconvError(f"{class_name}.{entry.name}: missing input {', '.join(missing)}")
+    for path, value in entry.literals.items():
+        given = at(inputs, path, value)
+        if (
+            path != "return_dict"
+            and not isinstance(given, (mx.array, np.ndarray))
+            and given != value
+        ):
+            raise _WrongSize(f"{path} was traced as {value!r}, given {given!r}")
+
+
+_ABSENT = object()
+
+
+def at(inputs: Mapping[str, Any], path: str, default: Any = _ABSENT) -> Any:
+    value: Any = inputs
+    for part in path.split("."):
+        try:
+            value = value[part] if isinstance(value, Mapping) else value[int(part)]
+        except (KeyError, IndexError, TypeError, ValueError):
+            if default is not _ABSENT:
+                return default
+            raise MlxconvError(f"input {path} is missing") from None
+    return value
+
+
+def as_input(item: Input, value: Any, compute: str) -> Any:
+    if item.type == "int":
+        return int(value)
+    dtype, _, shape = item.type.rstrip("]").partition("[")
+    array = value if isinstance(value, mx.array) else mx.array(np.asarray(value))
+    sizes = [s.strip() for s in shape.split(",") if s.strip()]
+    wrong = len(sizes) != array.ndim or any(
+        s.isdigit() and int(s) != n for s, n in zip(sizes, array.shape)
+    )
+    if wrong:
+        raise _WrongSize(f"input {item.path} has shape {tuple(array.shape)}, expected [{shape}]")
+    return array.astype(dtype_of(compute if dtype == "compute" else dtype))
