@@ -1,13 +1,11 @@
 """Recipes: what a class takes, which sizes are free, what stays precise. Data only, from TOML.
 
 A recipe never holds Python. Its shapes are small arithmetic expressions over named dims and the
-keys of the component's configuration, evaluated by :func:`evaluate` (names, integers, ``+ - *
-// %``, comparisons, constant subscripts, and ``len``, ``max``, ``min``, ``sum``).
+keys of the component's configuration (`runtime/expressions.py`).
 """
 
 from __future__ import annotations
 
-import ast
 import difflib
 import functools
 import math
@@ -21,121 +19,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.expressions import Expression as Expression
+from mlxconv.runtime.expressions import evaluate as evaluate
+from mlxconv.runtime.expressions import names_in as names_in
 
 if TYPE_CHECKING:
     import torch
 
 Stage = Literal["constant", "prompt", "schedule", "step"]
 DType = Literal["compute", "float32", "int64", "bool"]
-Expression = str | int
 STAGES = ("constant", "prompt", "schedule", "step")
 DTYPES = ("compute", "float32", "int64", "bool")
 MASKS = ("ragged", "ragged_left")
 RECIPE_FILE = "recipe.toml"  # in a bundle, where the recipe is not one of ours
-
-
-# --- expressions ------------------------------------------------------------------------------
-
-_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-}
-_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
-    ast.USub: operator.neg,
-    ast.Not: operator.not_,
-}
-_CALLS: dict[str, Callable[..., Any]] = {"len": len, "max": max, "min": min, "sum": sum}
-
-
-def evaluate(expression: Expression | bool, names: Mapping[str, Any]) -> Any:
-    """Value of a recipe expression, with ``names`` for its dims and configuration keys.
-
-    >>> evaluate("2 * height // patch_size", {"height": 6, "patch_size": 2})
-    6
-
-    Raises MlxconvError for anything but the arithmetic that the module docstring lists.
-    """
-    if not isinstance(expression, str):
-        return expression
-    tree = _parse(expression)
-    try:
-        return _value(tree, names, expression)
-    except (TypeError, ValueError, ZeroDivisionError, IndexError, KeyError) as error:
-        raise MlxconvError(f"recipe expression {expression!r}: {error}") from error
-
-
-def names_in(expression: Expression | bool) -> set[str]:
-    """The names that an expression reads."""
-    if not isinstance(expression, str):
-        return set()
-    found = {node.id for node in ast.walk(_parse(expression)) if isinstance(node, ast.Name)}
-    return found - set(_CALLS)
-
-
-def _parse(expression: str) -> ast.expr:
-    try:
-        return ast.parse(expression, mode="eval").body
-    except SyntaxError as error:
-        raise MlxconvError(
-            f"recipe expression {expression!r} does not parse: {error.msg}"
-        ) from error
-
-
-def _value(node: ast.expr, names: Mapping[str, Any], text: str) -> Any:
-    def go(child: ast.expr) -> Any:
-        return _value(child, names, text)
-
-    match node:
-        case ast.Constant(value=value) if value is None or isinstance(
-            value, (bool, int, float, str)
-        ):
-            return value
-        case ast.Name(id=name) if name in names:
-            return names[name]
-        case ast.Name(id=name):
-            near = difflib.get_close_matches(name, list(names), 3)
-            hint = f"; did you mean {', '.join(near)}?" if near else ""
-            raise MlxconvError(
-                f"recipe expression {text!r}: no dim or configuration key {name!r}{hint}"
-            )
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            return _BINARY[type(op)](_number(go(left), text), _number(go(right), text))
-        case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
-            return _UNARY[type(op)](go(operand))
-        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
-            return _COMPARE[type(op)](go(left), go(right))
-        case ast.BoolOp(op=ast.And(), values=values):
-            return all(go(value) for value in values)
-        case ast.BoolOp(op=ast.Or(), values=values):
-            return any(go(value) for value in values)
-        case ast.Subscript(value=value, slice=index):
-            return go(value)[go(index)]
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _CALLS:
-            return _CALLS[name](*(go(arg) for arg in args))
-        case _:
-            raise MlxconvError(
-                f"recipe expression {text!r}: {ast.unparse(node)!r} is not allowed; use "
-                "integers, names, + - * // %, comparisons, constant subscripts, len, max, min, sum"
-            )
-
-
-def _number(value: Any, text: str) -> int | float:
-    if not isinstance(value, (int, float)):
-        raise MlxconvError(f"recipe expression {text!r}: arithmetic on {value!r}")
-    return value
 
 
 # --- the recipe -------------------------------------------------------------------------------
