@@ -151,9 +151,7 @@ class Executor:
         chosen, values = self.bind(entry, inputs)
         wanted = list(taps)
         found: dict[str, list[Any]] = {}
-        if not wanted:
-            return self.evaluate(chosen, values), found
-        outputs = self._run(chosen, values, self._weight, "", wanted, found)
+        outputs = self.evaluate(chosen, values, wanted, found)
         missing = [path for path in wanted if path not in found]
         if missing:
             raise MlxconvError(
@@ -166,11 +164,20 @@ class Executor:
         """The entry that takes inputs of these sizes, and the values of its inputs by name."""
         return binding.bind(self.program, entry, inputs, self.compute)
 
-    def evaluate(self, entry: Entry, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Outputs of an entry of this program for values by name, unchecked, lazily."""
-        if self.compile == "program":
+    def evaluate(
+        self,
+        entry: Entry,
+        values: Mapping[str, Any],
+        taps: Sequence[str] = (),
+        found: dict[str, list[Any]] | None = None,
+    ) -> tuple[Any, ...]:
+        """Outputs of an entry of this program for values by name, unchecked, lazily.
+
+        `found` gets the values at the module paths of `taps`, which are never compiled.
+        """
+        if self.compile == "program" and not taps:
             return self._run_compiled(entry, dict(values))
-        return self._run(entry, dict(values), self._weight, "")
+        return self._run(entry, dict(values), self._weight, "", taps, found)
 
     def evaluate_over(
         self,

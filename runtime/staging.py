@@ -56,6 +56,10 @@ class Staged:
         entry, values = self.component.executor.bind(self.name, {**inputs, **first})
         return self._of(entry).prepare(values, _rows(entry, rows, self.component))
 
+    def entry_for(self, inputs: Mapping[str, Any]) -> Entry:
+        """The component's entry that takes inputs of these sizes."""
+        return self.component.executor.bind(self.name, inputs)[0]
+
     def weight_bytes(self) -> dict[str, int]:
         """Bytes of the weights that each stage reads, and `all` of them, as they are held."""
         return self._of(self.component.program.entry(self.name)).weight_bytes()
@@ -145,6 +149,21 @@ class Prepared:
 
     def __call__(self, step: int, **inputs: Any) -> Any:
         """The entry's output at a step, lazily; a tuple where it has several."""
+        outputs = self._parts.loop.evaluate(self._part, self._values(step, inputs))
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def tapped(self, step: int, paths: Sequence[str], **inputs: Any) -> dict[str, list[mx.array]]:
+        """The values that the modules at these paths return at a step, by path."""
+        found: dict[str, list[mx.array]] = {}
+        self._parts.loop.evaluate(self._part, self._values(step, inputs), paths, found)
+        return found
+
+    def block_paths(self) -> list[str]:
+        """Module paths of the loop's blocks whose outputs can be tapped, in order."""
+        calls = (str(n.args["prefix"]) for n in self._part.nodes if n.op == "call")
+        return [path for path in dict.fromkeys(calls) if path in self._part.taps]
+
+    def _values(self, step: int, inputs: Mapping[str, Any]) -> Values:
         values = dict(self._rows[step])
         loop = self._parts.loop
         for item, shape in self._moving:
@@ -155,8 +174,7 @@ class Prepared:
                     f"{tuple(value.shape)}; prepare again"
                 )
             values[item.name] = value
-        outputs = loop.evaluate(self._part, values)
-        return outputs[0] if len(outputs) == 1 else outputs
+        return values
 
     def carried_bytes(self) -> int:
         """Bytes of the values that the loop takes from the earlier stages, all steps together."""
