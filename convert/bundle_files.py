@@ -59,10 +59,18 @@ def _spec(precision: Precision) -> dict[str, Any]:
 
 
 def component_config(
-    merged: dict[str, Any], dtype: str, quantization: dict[str, Any] | None
+    merged: dict[str, Any],
+    dtype: str,
+    quantization: dict[str, Any] | None,
+    sizes: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The component's config.json: the merged configuration, and how it was converted."""
+    """The component's config.json: the merged configuration, and how it was converted.
+
+    `sizes`: see `Recipe.sizes_table`.
+    """
     ours: dict[str, Any] = {"mlxconv": {"version": BUNDLE_VERSION, "dtype": dtype}}
+    if sizes is not None:
+        ours["mlxconv"]["sizes"] = sizes
     if quantization is not None:
         ours |= {"quantization": quantization, "quantization_config": quantization}
     return {**merged, **ours}

@@ -103,7 +103,8 @@ def _write(run: Run, jobs: dict[str, Job], folder: Path, progress: bool) -> None
             _write_program(job, target)
             _write_recipe(run, job, target)
             quantization = quantization_table(job.policy.default, job.plan.decisions.values())
-            config = component_config(job.config, job.policy.default.dtype, quantization)
+            sizes = None if job.recipe is None else job.recipe.sizes_table(job.config)
+            config = component_config(job.config, job.policy.default.dtype, quantization, sizes)
             write_json(target / "config.json", config)
             _copy_extras(job.component, target)
     for name, component in run.checkpoint.components.items():

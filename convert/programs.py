@@ -181,11 +181,12 @@ def fixed_dims(recipe: Recipe, sizes: Sequence[Size]) -> list[dict[str, int]]:
     One empty choice where nothing is fixed to several values.
     """
     pixels: list[dict[str, int]] = [{}]
-    if recipe.sizes and sizes:
+    fixed = recipe.fixed_sizes()
+    if fixed and sizes:
         pixels = [
             {
                 dim: int(evaluate(expression, {"W": width, "H": height}))
-                for dim, expression in recipe.sizes.items()
+                for dim, expression in fixed.items()
             }
             for width, height in sizes
         ]

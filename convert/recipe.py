@@ -164,6 +164,36 @@ class Recipe:
         sizes = {name: int(evaluate(dim.trace, config)) for name, dim in self.dims.items()}
         return {**sizes, **(dims or {})}
 
+    def fixed_sizes(self) -> dict[str, Expression]:
+        """Of the sizes that pixels decide, those that the class builds in."""
+        return {name: text for name, text in self.sizes.items() if self.dims[name].fixed}
+
+    def sizes_table(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """What a bundle keeps of the sizes (`runtime/examples.py` reads it).
+
+        `dims`: each one's size for tracing; `pixels`: the expressions over W and H; `arguments`:
+        for each program the expressions of its Python arguments, by dotted path.
+        """
+        arguments = {
+            name: dict(_expressions(dict(self.programs[name].arguments), ""))
+            for name in self.programs_for(config)
+        }
+        return {
+            "dims": self.trace_dims(config),
+            "pixels": dict(self.sizes),
+            "arguments": {name: found for name, found in arguments.items() if found},
+        }
+
+
+def _expressions(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """The strings inside a recipe's argument, each with its dotted path."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, (list, dict)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            yield from _expressions(item, f"{path}.{key}".lstrip("."))
+
 
 # --- reading ----------------------------------------------------------------------------------
 

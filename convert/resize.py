@@ -57,7 +57,7 @@ def _wanted(
     unknown = sorted(set(dims) - set(fixed))
     if unknown:
         raise MlxconvError(f"{folder}: {', '.join(unknown)} is not fixed, only {', '.join(fixed)}")
-    if sizes and not recipe.sizes:
+    if sizes and not recipe.fixed_sizes():
         raise MlxconvError(
             f"{folder}: its recipe derives no dim from pixels: give --dim, of {', '.join(fixed)}"
         )
