@@ -1,0 +1,199 @@
+"""scheduler_config.json: read, checked, and moved from one class to another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import MlxconvError
+from .table import FOREIGN, SCHEDULERS, Row
+
+CONFIG = "scheduler_config.json"
+# DPM-Solver and UniPC call a flow's shift `flow_shift`, the others `shift`.
+_SYNONYMS = {"shift": "flow_shift", "flow_shift": "shift"}
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """A supported class with all of its options. config: the file's own; source: where it lies."""
+
+    name: str
+    options: Mapping[str, Any]
+    config: Mapping[str, Any]
+    source: str
+
+    @property
+    def row(self) -> Row:
+        return SCHEDULERS[self.name]
+
+    @property
+    def unused(self) -> dict[str, Any]:
+        """What the file holds that this class does not read, as in diffusers: worth a line."""
+        read = {*self.row.options} - self.row.unread
+        return {
+            key: value
+            for key, value in _public(self.config).items()
+            if not read & {key, _SYNONYMS.get(key, key)}
+        }
+
+
+def read_scheduler(folder: str | Path, name: str | None = None) -> Scheduler:
+    """The scheduler of a `scheduler/` folder, or of a checkpoint's or a bundle's that has one.
+
+    name: another class for the same options (`with_class`). Raises MlxconvError for a class or a
+    value that is not supported, naming those that are and fit.
+    """
+    file = _config_file(Path(folder))
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise MlxconvError(f"{file}: cannot be read as JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise MlxconvError(f"{file}: expected an object, found {type(config).__name__}")
+    return scheduler_of(config, source=str(file), name=name)
+
+
+def scheduler_of(
+    config: Mapping[str, Any], *, source: str = CONFIG, name: str | None = None
+) -> Scheduler:
+    """As `read_scheduler`, of a config as a dict."""
+    stored = config.get("_class_name")
+    if not isinstance(stored, str):
+        raise MlxconvError(f"{source}: expected a class under _class_name, found {stored!r}")
+    options = _public(config)
+    family = _family(stored, options)
+    name = _fitting(stored if name is None else name, family, source)
+    if name != stored:
+        options = _translated(options, SCHEDULERS[name], family)
+    return Scheduler(name, _checked(options, SCHEDULERS[name], name, source), config, source)
+
+
+def with_class(scheduler: Scheduler, name: str) -> Scheduler:
+    """Another class with the same options: diffusers' `from_config`.
+
+    What the file holds is kept where the new class knows it; the rest takes the new defaults.
+    Unlike diffusers, a flow stays a flow: DPM-Solver and UniPC then take flow sigmas, and `shift`
+    is called `flow_shift` there.
+    """
+    return scheduler_of(scheduler.config, source=scheduler.source, name=name)
+
+
+def fitting(family: str) -> list[str]:
+    """The supported classes for a family of checkpoints: `beta`, `flow` or `trig`."""
+    return [name for name, row in SCHEDULERS.items() if family in row.families]
+
+
+def _config_file(folder: Path) -> Path:
+    for file in (folder, folder / CONFIG, folder / "scheduler" / CONFIG):
+        if file.is_file():
+            return file
+    raise MlxconvError(f"{folder}: no {CONFIG} here, nor under scheduler/: is it a bundle?")
+
+
+def _family(name: str, options: Mapping[str, Any]) -> str:
+    """What the model was trained on, which no scheduler can change."""
+    if options.get("prediction_type") == "trigflow" or name == "SCMScheduler":
+        return "trig"
+    flows = options.get("use_flow_sigmas") or options.get("prediction_type") == "flow_prediction"
+    shifts = "beta_start" not in options and ("shift" in options or "base_shift" in options)
+    return "flow" if flows or shifts or name.startswith("FlowM") else "beta"
+
+
+def _fitting(name: str, family: str, source: str) -> str:
+    """The class, by its full name or without `Scheduler`, `Discrete` and `Multistep`."""
+    short = {_short(known): known for known in SCHEDULERS}
+    found = name if name in SCHEDULERS else short.get(_short(name))
+    fits = ", ".join(fitting(family))
+    if found is None:
+        raise MlxconvError(f"{source}: scheduler {name} is not supported; those that fit: {fits}")
+    if family not in SCHEDULERS[found].families:
+        raise MlxconvError(
+            f"{source}: {found} does not fit a {family} model; those that fit: {fits}"
+        )
+    return found
+
+
+def _short(name: str) -> str:
+    for part in ("Scheduler", "Discrete", "Multistep"):
+        name = name.replace(part, "")
+    return name.lower()
+
+
+def _translated(options: dict[str, Any], row: Row, family: str) -> dict[str, Any]:
+    """A flow's options under the names that the new class has for them."""
+    if family != "flow":
+        return options
+    renamed = {
+        key if key in row.options else _SYNONYMS.get(key, key): value
+        for key, value in options.items()
+    }
+    if "use_flow_sigmas" in row.options:
+        renamed |= {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+    return renamed
+
+
+def _public(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if not key.startswith("_")}
+
+
+def _checked(given: Mapping[str, Any], row: Row, name: str, source: str) -> dict[str, Any]:
+    """All options of the class: as given, else their defaults."""
+    known = FOREIGN.union(*(other.options for other in SCHEDULERS.values()))
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise MlxconvError(
+            f"{source}: {name} has no option {', '.join(unknown)}; it has: "
+            f"{', '.join(sorted(row.options))}"
+        )
+    options = {**row.options, **{k: v for k, v in given.items() if k in row.options}}
+    for key, default in row.options.items():
+        if key in row.unread:
+            continue
+        if isinstance(default, bool) and options[key] is None:
+            options[key] = False
+        _check_value(key, options[key], default, row, f"{source}: {name}")
+    _check_exclusive(options, f"{source}: {name}")
+    return options
+
+
+def _check_value(key: str, value: Any, default: Any, row: Row, where: str) -> None:
+    choices = row.choices.get(key)
+    if choices is not None:
+        if value not in choices:
+            supported = ", ".join(str(choice) for choice in choices)
+            raise MlxconvError(f"{where}: {key} {value!r} is not supported; supported: {supported}")
+        return
+    if not _fits(value, default):
+        kind = "number" if default is None else type(default).__name__
+        raise MlxconvError(f"{where}: {key} must be a {kind}, found {value!r}")
+
+
+def _fits(value: Any, default: Any) -> bool:
+    if isinstance(default, bool):
+        return isinstance(value, bool)
+    if isinstance(default, tuple) or isinstance(value, list):
+        return isinstance(value, list | tuple) and all(_is_number(v) for v in value)
+    if isinstance(default, int):
+        return isinstance(value, int) and not isinstance(value, bool)
+    if default is None:
+        return value is None or _is_number(value)
+    return _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_exclusive(options: Mapping[str, Any], where: str) -> None:
+    spacings = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
+    asked = [key for key in spacings if options.get(key)]
+    if len(asked) > 1:
+        raise MlxconvError(f"{where}: {' and '.join(asked)} exclude each other: set one")
+    if options.get("num_train_timesteps", 1) < 1:
+        raise MlxconvError(f"{where}: num_train_timesteps must be 1 or more")
+    flowless = "use_flow_sigmas" in options and not options["use_flow_sigmas"]
+    if flowless and options.get("shift_terminal") is not None:
+        raise MlxconvError(f"{where}: shift_terminal needs use_flow_sigmas")

@@ -1,0 +1,119 @@
+"""Spacings of noise levels between a largest and a smallest, and shifts of a flow's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from .schedule import Array
+
+
+def karras(largest: float, smallest: float, count: int) -> Array:
+    """EDM, arXiv 2206.00364, equation 5, rho 7."""
+    ends = largest ** (1 / 7), smallest ** (1 / 7)
+    spaced: Array = (ends[0] + np.linspace(0, 1, count) * (ends[1] - ends[0])) ** 7.0
+    return spaced
+
+
+def exponential(largest: float, smallest: float, count: int) -> Array:
+    """Equal steps of log sigma."""
+    return np.exp(np.linspace(math.log(largest), math.log(smallest), count))
+
+
+def beta(largest: float, smallest: float, count: int) -> Array:
+    """Quantiles of Beta(0.6, 0.6): Beta Sampling, arXiv 2407.12173, section 4."""
+    return smallest + beta_quantiles(1 - np.linspace(0, 1, count), 0.6) * (largest - smallest)
+
+
+_SPACINGS: dict[str, Callable[[float, float, int], Array]] = {
+    "use_karras_sigmas": karras,
+    "use_exponential_sigmas": exponential,
+    "use_beta_sigmas": beta,
+}
+
+
+def respaced(options: Mapping[str, Any], sigmas: Array, steps: int) -> Array | None:
+    """`steps` levels between the first and the last of falling `sigmas`, if the options ask."""
+    for option, spacing in _SPACINGS.items():
+        if options.get(option):
+            return spacing(*_ends(options, sigmas), steps)
+    return None
+
+
+def _ends(options: Mapping[str, Any], sigmas: Array) -> tuple[float, float]:
+    largest, smallest = options.get("sigma_max"), options.get("sigma_min")
+    return (
+        float(sigmas[0]) if largest is None else float(largest),
+        float(sigmas[-1]) if smallest is None else float(smallest),
+    )
+
+
+def beta_quantiles(shares: Array, shape: float) -> Array:
+    """Inverse of the regularised incomplete beta function I(x; shape, shape), in float64."""
+    lower = np.minimum(shares, 1 - shares)
+    quantile = _lower_beta_quantiles(lower, shape)
+    return np.where(shares > 0.5, 1 - quantile, quantile)
+
+
+def _lower_beta_quantiles(shares: Array, shape: float) -> Array:
+    """As `beta_quantiles`, for shares up to a half.
+
+    With y = x^shape the function is convex and almost a line, so Newton's steps from above never
+    overshoot: six reach float64's last digits.
+    """
+    whole = math.gamma(shape) ** 2 / math.gamma(2 * shape)
+    y = shares * shape * whole
+    for _ in range(8):
+        x = np.minimum(y ** (1 / shape), 0.5)
+        slope = (1 - x) ** (shape - 1) / shape
+        y = x**shape - (_incomplete_beta(x, shape) - shares * whole) / slope
+    return np.asarray(np.maximum(y, 0) ** (1 / shape))
+
+
+def _incomplete_beta(x: Array, shape: float) -> Array:
+    """B(x; shape, shape) by its power series (DLMF 8.17.7), for x up to a half: 60 terms."""
+    total, factor = np.zeros_like(x), 1.0
+    for n in range(60):
+        total = total + factor * x**n / (shape + n)
+        factor *= (n + 1 - shape) / (n + 1)
+    return np.asarray(total * x**shape)
+
+
+def timestep_of(sigmas: Array, table: Array) -> Array:
+    """Where levels lie in a rising table of levels, interpolated in their logarithms."""
+    logs, at = np.log(table), np.log(np.maximum(sigmas, 1e-10))
+    low = np.cumsum(at - logs[:, None] >= 0, axis=0).argmax(axis=0).clip(max=len(table) - 2)
+    weight = np.clip((logs[low] - at) / (logs[low] - logs[low + 1]), 0, 1)
+    return np.asarray((1 - weight) * low + weight * (low + 1))
+
+
+def shifted(sigmas: Array, shift: float) -> Array:
+    """A flow's levels for a larger image: SD3, arXiv 2403.03206, equation 23."""
+    return np.asarray(shift * sigmas / (1 + (shift - 1) * sigmas))
+
+
+def time_shifted(sigmas: Array, mu: float, kind: str) -> Array:
+    """The same by `mu`: its exponential (FLUX) or itself (CogView4) is the shift."""
+    factor = math.exp(mu) if kind == "exponential" else mu
+    return np.asarray(factor / (factor + (1 / sigmas - 1)))
+
+
+def stretched(sigmas: Array, terminal: float) -> Array:
+    """Levels whose last is `terminal` (LTX-Video)."""
+    rest = 1 - sigmas
+    return np.asarray(1 - rest / (rest[-1] / (1 - terminal)))
+
+
+def calculate_shift(
+    tokens: int,
+    base_tokens: int = 256,
+    max_tokens: int = 4096,
+    base_shift: float = 0.5,
+    max_shift: float = 1.15,
+) -> float:
+    """mu, linear in the number of image tokens: `calculate_shift` of diffusers' FluxPipeline."""
+    slope = (max_shift - base_shift) / (max_tokens - base_tokens)
+    return tokens * slope + base_shift - slope * base_tokens
