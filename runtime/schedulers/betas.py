@@ -32,6 +32,22 @@ def alphas_cumprod(options: Mapping[str, Any], *, floor: bool = False) -> Array:
     return table
 
 
+def snr_shifted(options: Mapping[str, Any]) -> Array:
+    """CogVideoX's cumulative alphas (num_train_timesteps,), in float64 where its betas are.
+
+    The signal-to-noise ratio is divided by `snr_shift_scale` (arXiv 2408.06072, section 3.2).
+    """
+    start, end = options["beta_start"] ** 0.5, options["beta_end"] ** 0.5
+    if options["beta_schedule"] == "scaled_linear" and options["trained_betas"] is None:
+        betas = np.linspace(start, end, options["num_train_timesteps"]) ** 2
+        table = np.cumprod(1 - betas)
+    else:
+        table = _cumprod(np.float32(1) - _betas(options)).astype(np.float64)
+    scale = options["snr_shift_scale"]
+    table = table / (scale + (1 - scale) * table)
+    return _zero_terminal(table) if options["rescale_betas_zero_snr"] else table
+
+
 def noise_levels(table: Array) -> Array:
     """sigma = sqrt((1 - a) / a) of cumulative alphas, in float32."""
     levels: Array = np.sqrt((np.float32(1) - table) / table)
@@ -101,11 +117,16 @@ def _cumprod(alphas: Array) -> Array:
 
 def _zero_terminal_snr(betas: Array) -> Array:
     """arXiv 2305.08891, algorithm 1."""
-    roots = np.sqrt(_cumprod(np.float32(1) - betas))
-    first, last = roots[0], roots[-1]
-    roots = (roots - last) * (first / (first - last))
-    bars = roots**2
+    bars = _zero_terminal(_cumprod(np.float32(1) - betas))
     return np.float32(1) - np.concatenate([bars[:1], bars[1:] / bars[:-1]])
+
+
+def _zero_terminal(bars: Array) -> Array:
+    """Cumulative alphas moved so that the last is zero and the first stays."""
+    roots = np.sqrt(bars)
+    first, last = roots[0], roots[-1]
+    moved: Array = ((roots - last) * (first / (first - last))) ** 2
+    return moved
 
 
 def spaced(options: Mapping[str, Any], steps: int, *, rounded: bool = True) -> Array:

@@ -13,6 +13,15 @@ from .table import FOREIGN, SCHEDULERS, Row
 
 CONFIG = "scheduler_config.json"
 # DPM-Solver and UniPC call a flow's shift `flow_shift`, the others `shift`.
+_FAMILIES = {
+    "CogVideoX": "cogvideox",
+    "EDM": "edm",
+    "CosineDPM": "edm",
+    "SCM": "trig",
+    "FlowM": "flow",
+    "LTXEuler": "flow",
+    "Helios": "flow",
+}
 _SYNONYMS = {"shift": "flow_shift", "flow_shift": "shift"}
 
 
@@ -82,7 +91,7 @@ def with_class(scheduler: Scheduler, name: str) -> Scheduler:
 
 
 def fitting(family: str) -> list[str]:
-    """The supported classes for a family of checkpoints: `beta`, `flow` or `trig`."""
+    """The supported classes for a family of checkpoints: see `Row.families`."""
     return [name for name, row in SCHEDULERS.items() if family in row.families]
 
 
@@ -95,11 +104,12 @@ def _config_file(folder: Path) -> Path:
 
 def _family(name: str, options: Mapping[str, Any]) -> str:
     """What the model was trained on, which no scheduler can change."""
-    if options.get("prediction_type") == "trigflow" or name == "SCMScheduler":
-        return "trig"
+    for start, family in _FAMILIES.items():
+        if name.startswith(start):
+            return family
     flows = options.get("use_flow_sigmas") or options.get("prediction_type") == "flow_prediction"
     shifts = "beta_start" not in options and ("shift" in options or "base_shift" in options)
-    return "flow" if flows or shifts or name.startswith("FlowM") else "beta"
+    return "flow" if flows or shifts else "beta"
 
 
 def _fitting(name: str, family: str, source: str) -> str:

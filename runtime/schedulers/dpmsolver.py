@@ -17,7 +17,7 @@ from .betas import alphas_cumprod, noise_levels, spaced_open
 from .limits import limit_of
 from .multistep import Levels, kept, levels_of, path_of
 from .request import Options, Request, custom_timesteps, needed_mu
-from .schedule import Array, Schedule, assemble, basis
+from .schedule import Array, Path, Schedule, assemble, basis
 from .sigmas import respaced, shifted, timestep_of
 
 
@@ -34,23 +34,29 @@ class _Weights:
 
 
 def dpmsolver(options: Options, request: Request) -> Schedule:
-    """The state is the kept quantities before this one's, the newest first."""
     kind = {"deis": "dpmsolver++"}.get(options["algorithm_type"], options["algorithm_type"])
     _check(kind, options)
     sigmas, timesteps = _levels(options, request)
     levels = levels_of(sigmas, flow=options["use_flow_sigmas"])
-    clean = kind.endswith("++")
-    order = options["solver_order"]
+    path = path_of(options, levels, timesteps, request.begin)
+    return solved(kind, options, levels, path, request.begin)
+
+
+def solved(kind: str, options: Options, levels: Levels, path: Path, begin: int) -> Schedule:
+    """The schedule along levels (calls + 1,), of which `path` holds those from `begin` on.
+
+    The state is the kept quantities before this one's, the newest first.
+    """
+    clean, order, calls = kind.endswith("++"), options["solver_order"], len(levels.sigmas) - 1
     at = basis(order - 1)
     quantities = kept(options, levels, at, clean=clean)
     updates = []
-    for call in range(request.begin, len(timesteps)):
-        now = _order(options, call, request.begin, len(timesteps))
+    for call in range(begin, calls):
+        now = _order(options, call, begin, calls)
         history = (quantities[call], *at.state)
         moved = _update(kind, options, levels, call, now, at.latents, history)
         weights = _weigh(kind, levels, call)
         updates.append([moved + weights.noise * at.noise, *history[: order - 1]])
-    path = path_of(options, levels, timesteps, request.begin)
     limit = limit_of(options)
     return assemble(path, updates, draws=kind.startswith("sde"), limit=limit)
 

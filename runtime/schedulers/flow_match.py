@@ -1,7 +1,7 @@
 """Flow matching: latents are `sigma * noise + (1 - sigma) * clean`, outputs `noise - clean`.
 
-Rectified flow, arXiv 2209.03003; diffusers 0.42.1 FlowMatchEulerDiscreteScheduler and
-FlowMatchHeunDiscreteScheduler.
+Rectified flow, arXiv 2209.03003; diffusers 0.42.1 FlowMatchEulerDiscreteScheduler,
+FlowMatchHeunDiscreteScheduler and FlowMatchLCMScheduler.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ def flow_match_euler(options: Options, request: Request) -> Schedule:
     else:
         updates = [[x + (after - before) * output] for before, after in pairwise(sigmas)]
     return assemble(_path(timesteps, sigmas), updates, draws=bool(options["stochastic_sampling"]))
+
+
+def flow_match_lcm(options: Options, request: Request) -> Schedule:
+    """Each step goes to clean latents, and back to the next level with new noise."""
+    return flow_match_euler({**options, "stochastic_sampling": True}, request)
 
 
 def flow_match_heun(options: Options, request: Request) -> Schedule:

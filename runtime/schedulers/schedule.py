@@ -52,7 +52,8 @@ class Schedule:
     timesteps (calls,) float32: what the model is called with. sigmas (calls + 1,): the noise level
     before each call and after the last. initial_noise: what text-to-image noise is multiplied by.
     start: (signal, noise) such that `signal * clean + noise * randn` is where this schedule begins.
-    draws (calls,): whether diffusers draws noise at this call; elsewhere it has no effect.
+    draws (calls,): how often diffusers draws noise at this call, of which it uses the last; where
+    it draws none, noise has no effect.
     rows (calls, n) float32: the coefficients, one row a call, for `step` with `form`.
     """
 
@@ -167,7 +168,7 @@ def assemble(
         sigmas=np.asarray(path.sigmas, dtype=np.float64)[: calls + 1],
         initial_noise=float(path.initial_noise),
         start=(float(path.start[0]), float(path.start[1])),
-        draws=np.broadcast_to(np.asarray(draws), calls),
+        draws=np.broadcast_to(np.asarray(draws, dtype=int), calls),
         rows=rows.astype(np.float32),
         form=Form(terms, limit),
     )

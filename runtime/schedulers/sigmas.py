@@ -11,10 +11,10 @@ import numpy as np
 from .schedule import Array
 
 
-def karras(largest: float, smallest: float, count: int) -> Array:
-    """EDM, arXiv 2206.00364, equation 5, rho 7."""
-    ends = largest ** (1 / 7), smallest ** (1 / 7)
-    spaced: Array = (ends[0] + np.linspace(0, 1, count) * (ends[1] - ends[0])) ** 7.0
+def karras(largest: float, smallest: float, count: int, rho: float = 7.0) -> Array:
+    """EDM, arXiv 2206.00364, equation 5."""
+    ends = largest ** (1 / rho), smallest ** (1 / rho)
+    spaced: Array = (ends[0] + np.linspace(0, 1, count) * (ends[1] - ends[0])) ** rho
     return spaced
 
 

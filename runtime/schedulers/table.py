@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .cogvideox import cogvideox_ddim, cogvideox_dpm
 from .consistency import lcm, scm, tcd
 from .ddim import ddim, ddpm
 from .dpmsolver import dpmsolver
+from .edm import edm_dpmsolver, edm_euler
 from .euler import euler, euler_ancestral, heun
-from .flow_match import flow_match_euler, flow_match_heun
+from .flow_match import flow_match_euler, flow_match_heun, flow_match_lcm
 from .pndm import pndm
 from .request import Options, Request
 from .schedule import Schedule
@@ -22,7 +24,8 @@ from .unipc import unipc
 
 @dataclass(frozen=True)
 class Row:
-    """families: the checkpoints it fits, of `beta`, `flow`, `trig`. accepts: parts of a `Request`
+    """families: the checkpoints it fits, of `beta`, `flow`, `trig`,
+    `cogvideox`, `edm`. accepts: parts of a `Request`
     beside steps and begin. choices: an option's supported values. unread: options that diffusers'
     class has and does not read. order: model calls a step."""
 
@@ -57,6 +60,47 @@ _SIGMAS = {
     "use_beta_sigmas": False,
     "sigma_min": None,
     "sigma_max": None,
+}
+_FLOW = {
+    **_SIGMAS,
+    "num_train_timesteps": 1000,
+    "shift": 1.0,
+    "use_dynamic_shifting": False,
+    "base_shift": 0.5,
+    "max_shift": 1.15,
+    "base_image_seq_len": 256,
+    "max_image_seq_len": 4096,
+    "invert_sigmas": False,
+    "shift_terminal": None,
+    "time_shift_type": "exponential",
+}
+_COGVIDEOX = {
+    **_BETA,
+    **_ZERO_SNR,
+    **_CLIP,
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "clip_sample": True,
+    "sample_max_value": 1.0,
+    "set_alpha_to_one": True,
+    "timestep_spacing": "leading",
+    "snr_shift_scale": 3.0,
+}
+_EDM = {
+    "num_train_timesteps": 1000,
+    "sigma_min": 0.002,
+    "sigma_max": 80.0,
+    "sigma_data": 0.5,
+    "sigma_schedule": "karras",
+    "rho": 7.0,
+    "prediction_type": "epsilon",
+    "final_sigmas_type": "zero",
+}
+_EDM_CHOICES = {
+    "sigma_schedule": ("karras", "exponential"),
+    "prediction_type": ("epsilon", "v_prediction"),
+    "final_sigmas_type": ("zero", "sigma_min"),
 }
 _FLOW_SIGMAS = {
     "use_flow_sigmas": False,
@@ -99,22 +143,17 @@ SCHEDULERS: dict[str, Row] = {
     "FlowMatchEulerDiscreteScheduler": Row(
         flow_match_euler,
         ("flow",),
-        {
-            **_SIGMAS,
-            "num_train_timesteps": 1000,
-            "shift": 1.0,
-            "use_dynamic_shifting": False,
-            "base_shift": 0.5,
-            "max_shift": 1.15,
-            "base_image_seq_len": 256,
-            "max_image_seq_len": 4096,
-            "invert_sigmas": False,
-            "shift_terminal": None,
-            "time_shift_type": "exponential",
-            "stochastic_sampling": False,
-        },
+        {**_FLOW, "stochastic_sampling": False},
         _CHOICES,
         frozenset({"mu", "sigmas", "timesteps"}),
+    ),
+    "FlowMatchLCMScheduler": Row(
+        flow_match_lcm,
+        ("flow",),
+        {**_FLOW, "scale_factors": None, "upscale_mode": "bicubic"},
+        {**_CHOICES, "scale_factors": (None,)},
+        frozenset({"mu", "sigmas", "timesteps"}),
+        frozenset({"upscale_mode"}),
     ),
     "FlowMatchHeunDiscreteScheduler": Row(
         flow_match_heun, ("flow",), {"num_train_timesteps": 1000, "shift": 1.0}, order=2
@@ -277,6 +316,40 @@ SCHEDULERS: dict[str, Row] = {
         frozenset({"timestep_spacing", "steps_offset", "set_alpha_to_one", "timestep_scaling"})
         | frozenset({*_THRESHOLD, *_CLIP}),
     ),
+    "CogVideoXDDIMScheduler": Row(
+        cogvideox_ddim,
+        ("cogvideox",),
+        _COGVIDEOX,
+        _CHOICES,
+        unread=frozenset({*_CLIP, "sample_max_value"}),
+    ),
+    "CogVideoXDPMScheduler": Row(
+        cogvideox_dpm,
+        ("cogvideox",),
+        _COGVIDEOX,
+        _CHOICES,
+        unread=frozenset({*_CLIP, "sample_max_value"}),
+    ),
+    "EDMEulerScheduler": Row(edm_euler, ("edm",), _EDM, _EDM_CHOICES),
+    "EDMDPMSolverMultistepScheduler": Row(
+        edm_dpmsolver,
+        ("edm",),
+        {
+            **_EDM,
+            **_THRESHOLD,
+            "solver_order": 2,
+            "algorithm_type": "dpmsolver++",
+            "solver_type": "midpoint",
+            "lower_order_final": True,
+            "euler_at_final": False,
+        },
+        {
+            **_EDM_CHOICES,
+            "solver_order": (1, 2, 3),
+            "algorithm_type": ("dpmsolver++", "sde-dpmsolver++"),
+            "solver_type": ("midpoint", "heun", "logrho", "bh1", "bh2"),
+        },
+    ),
     "SCMScheduler": Row(
         scm,
         ("trig",),
@@ -288,7 +361,4 @@ SCHEDULERS: dict[str, Row] = {
 
 # Options of classes that are not supported, which diffusers drops when one of these is put in
 # their place.
-FOREIGN = frozenset(
-    {"noise_sampler_seed", "sigma_schedule", "sigma_data", "rho", "corrector_order"}
-    | {"predictor_order", "tau_func"}
-)
+FOREIGN = frozenset({"noise_sampler_seed", "corrector_order"} | {"predictor_order", "tau_func"})

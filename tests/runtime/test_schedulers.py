@@ -56,6 +56,11 @@ MODULES = {
     "LCMScheduler": "lcm",
     "TCDScheduler": "tcd",
     "SCMScheduler": "scm",
+    "FlowMatchLCMScheduler": "flow_match_lcm",
+    "CogVideoXDDIMScheduler": "ddim_cogvideox",
+    "CogVideoXDPMScheduler": "dpm_cogvideox",
+    "EDMEulerScheduler": "edm_euler",
+    "EDMDPMSolverMultistepScheduler": "edm_dpmsolver_multistep",
 }
 
 
@@ -89,6 +94,8 @@ def _cases() -> Iterator[Case]:
     yield from _dpm()
     yield from _unipc()
     yield from _few_steps()
+    yield from _video()
+    yield from _edm()
 
 
 def _flow() -> Iterator[Case]:
@@ -113,6 +120,7 @@ def _flow() -> Iterator[Case]:
         },
     )
     yield Case(euler, {"shift": 3.0}, begin=2)
+    yield Case("FlowMatchLCMScheduler", {"shift": 3.0})
     heun = "FlowMatchHeunDiscreteScheduler"
     yield Case(heun)
     yield Case(heun, {"shift": 3.0})
@@ -279,6 +287,27 @@ def _few_steps() -> Iterator[Case]:
     )
 
 
+def _video() -> Iterator[Case]:
+    for name in ("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"):
+        yield Case(name)
+        zero = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+        yield Case(name, {**zero, "prediction_type": "v_prediction", "snr_shift_scale": 1.0})
+        yield Case(name, {"prediction_type": "sample", "timestep_spacing": "linspace"})
+        yield Case(name, {"beta_schedule": "linear", "set_alpha_to_one": False}, begin=1)
+
+
+def _edm() -> Iterator[Case]:
+    euler, solver = "EDMEulerScheduler", "EDMDPMSolverMultistepScheduler"
+    for name in (euler, solver):
+        yield Case(name)
+        yield Case(name, {"prediction_type": "v_prediction", "sigma_data": 1.0}, begin=1)
+        yield Case(name, {"sigma_schedule": "exponential", "final_sigmas_type": "sigma_min"})
+    for order in (1, 3):
+        yield Case(solver, {"solver_order": order})
+    yield Case(solver, {"solver_type": "heun", "thresholding": True, "sample_max_value": 1.5})
+    yield Case(solver, {"algorithm_type": "sde-dpmsolver++"})
+
+
 CASES = list(_cases())
 
 
@@ -308,7 +337,7 @@ def _theirs(case: Case, steps: int) -> Any:
         scheduler.sigmas = scheduler.sigmas.double()
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(case.begin)
-    return scheduler
+    return CogVideoX(scheduler) if case.name == "CogVideoXDPMScheduler" else scheduler
 
 
 def _ours(case: Case, steps: int) -> Schedule:
@@ -337,20 +366,40 @@ class Run:
     inputs: float = 0.0
     timesteps: float = 0.0
     noise_scale: float = 0.0
-    draws: list[bool] = field(default_factory=list)
-    drawn: list[bool] = field(default_factory=list)
+    draws: list[int] = field(default_factory=list)
+    drawn: list[int] = field(default_factory=list)
 
 
 class Draws:
-    """In place of `randn_tensor`: seeded noise, of which the latest is kept."""
+    """In place of `randn_tensor`: seeded noise, counted; the latest is kept."""
 
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
-        self.latest: np.ndarray | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        self.count, self.latest = 0, np.zeros(SHAPE, np.float32)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.latest = self._random.standard_normal(SHAPE).astype(np.float32)
+        self.count, self.latest = self.count + 1, self._random.standard_normal(SHAPE, np.float32)
         return torch.from_numpy(self.latest)
+
+
+class CogVideoX:
+    """The steps of CogVideoXDPMScheduler as its pipeline takes them, with what each needs."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler, self._clean, self._before = scheduler, None, None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+    def step(self, output: Any, timestep: Any, latents: Any, **kwargs: Any) -> Any:
+        moved, self._clean = self._scheduler.step(
+            output, self._clean, timestep, self._before, latents, **kwargs
+        )
+        self._before = timestep
+        return (moved,)
 
 
 def _compare(case: Case, steps: int, monkeypatch: pytest.MonkeyPatch) -> Run:
@@ -374,13 +423,13 @@ def _compare(case: Case, steps: int, monkeypatch: pytest.MonkeyPatch) -> Run:
         if hasattr(theirs, "scale_model_input"):
             seen = theirs.scale_model_input(latents, timestep)
         run.inputs = max(run.inputs, _error(np.array(model_input(row, mine)), seen.numpy()))
-        output, draws.latest = _model(seen.float().numpy(), float(timestep)), None
+        draws.forget()
+        output = _model(seen.float().numpy(), float(timestep))
         given = torch.from_numpy(output).to(dtype)
         latents = theirs.step(given, timestep, latents, return_dict=False, **eta)[0]
-        run.drawn.append(draws.latest is not None)
-        noise = np.zeros(SHAPE, np.float32) if draws.latest is None else draws.latest
-        drawn = mx.array(noise) if ours.stochastic else None
-        mine, state = step(row, mine, mx.array(output), state, drawn, form=ours.form)
+        run.drawn.append(draws.count)
+        noise = mx.array(draws.latest) if ours.stochastic else None
+        mine, state = step(row, mine, mx.array(output), state, noise, form=ours.form)
         run.latents = max(run.latents, _error(np.array(mine), latents.numpy()))
     return run
 
@@ -566,7 +615,10 @@ def test_reads_a_bundles_scheduler_folder(tmp_path: Path) -> None:
     ("config", "message"),
     [
         ({"_class_name": "DPMSolverSDEScheduler"}, "DPMSolverSDEScheduler is not supp.*DDIMSch"),
-        ({"_class_name": "FlowMatchLCMScheduler"}, "not supported; those that fit: FlowMatchEul"),
+        (
+            {"_class_name": "LTXEulerAncestralRFScheduler"},
+            "not supported; those that fit: FlowMatchEul",
+        ),
         ({"shift": 1.0}, "expected a class under _class_name, found None"),
         ({**SD15, "skip_prk": True}, "has no option skip_prk; it has: .*skip_prk_steps"),
         ({**SD15, "beta_schedule": "sigmoid"}, "beta_schedule 'sigmoid' .*supported: linear, sc"),
