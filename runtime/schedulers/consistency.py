@@ -97,7 +97,7 @@ def _distilled_timesteps(options: Options, request: Request) -> Array:
             f"(original_inference_steps {original}, strength {strength:g}): ask for fewer steps"
         )
     picked = np.floor(np.linspace(0, len(distilled), request.steps, endpoint=False))
-    return distilled[::-1][picked.astype(int)]
+    return np.asarray(distilled[::-1][picked.astype(int)])
 
 
 def _from(

@@ -18,7 +18,7 @@ from .limits import limit_of
 from .multistep import Levels, kept, levels_of, path_of
 from .request import Options, Request, custom_timesteps, needed_mu
 from .schedule import Array, Path, Schedule, assemble, basis
-from .sigmas import respaced, shifted, timestep_of
+from .sigmas import exponential, respaced, shifted, timestep_of
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class _Weights:
 
 
 def dpmsolver(options: Options, request: Request) -> Schedule:
-    kind = {"deis": "dpmsolver++"}.get(options["algorithm_type"], options["algorithm_type"])
+    kind: str = options["algorithm_type"]
+    kind = "dpmsolver++" if kind == "deis" else kind  # as diffusers reads DEIS's own configs
     _check(kind, options)
     sigmas, timesteps = _levels(options, request)
     levels = levels_of(sigmas, flow=options["use_flow_sigmas"])
@@ -83,9 +84,9 @@ def _inner_levels(
     options: Options, request: Request, bars: Array, table: Array, mu: float | None
 ) -> tuple[Array, Array]:
     """Karras before Lu before exponential and beta before flow: diffusers' order."""
-    spaced = respaced({**options, "use_lu_lambdas": False}, table[::-1], request.steps)
+    spaced = respaced(options, table[::-1], request.steps)
     if options["use_lu_lambdas"] and not options["use_karras_sigmas"]:
-        spaced = np.exp(np.linspace(*np.log(table[[-1, 0]]).astype(float), request.steps))
+        spaced = exponential(float(table[-1]), float(table[0]), request.steps)
     if spaced is not None:
         return spaced, _timesteps_of(options, spaced, table)
     if options["use_flow_sigmas"]:
@@ -118,12 +119,13 @@ def _order(options: Options, call: int, begin: int, calls: int) -> int:
     """Lower at the start, where little is known, and at the end, for stability."""
     few = options["lower_order_final"] and calls < 15
     to_zero = options["final_sigmas_type"] == "zero"
+    order: int = options["solver_order"]
     allowed = 3
     if call == calls - 1 and (options["euler_at_final"] or few or to_zero):
         allowed = 1
     elif call == calls - 2 and few:
         allowed = 2
-    return min(options["solver_order"], call - begin + 1, allowed)
+    return min(order, call - begin + 1, allowed)
 
 
 def _update(

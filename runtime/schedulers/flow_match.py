@@ -66,7 +66,8 @@ def _given_levels(options: Options, request: Request) -> Array | None:
     if request.sigmas is not None:
         return np.array(request.sigmas, dtype=np.float32)
     if request.timesteps is not None:
-        return np.array(request.timesteps, dtype=np.float32) / options["num_train_timesteps"]
+        given = np.array(request.timesteps, dtype=np.float32)
+        return np.asarray(given / options["num_train_timesteps"])
     return None
 
 
@@ -76,7 +77,8 @@ def _default_levels(options: Options, steps: int, shift: float | None) -> Array:
     ends = np.array([train, 1], dtype=np.float32) / train
     if shift is not None:
         ends = shifted(ends, shift)
-    return np.linspace(float(ends[0]) * train, float(ends[1]) * train, steps) / train
+    timesteps = np.linspace(float(ends[0]) * train, float(ends[1]) * train, steps)
+    return np.asarray(timesteps / train)
 
 
 def _ends(levels: Array, options: Options, request: Request) -> tuple[Array, Array]:

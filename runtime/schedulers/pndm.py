@@ -50,7 +50,7 @@ def _warm_up_timesteps(rising: Array, stride: int, request: Request) -> Array:
             f"{request.steps} steps from {request.begin}: set skip_prk_steps, or take another class"
         )
     pairs = rising[-4:].repeat(2) + np.tile([0, stride // 2], 4)
-    return pairs[:-1].repeat(2)[1:-1][::-1]
+    return np.asarray(pairs[:-1].repeat(2)[1:-1][::-1])
 
 
 class _Move:

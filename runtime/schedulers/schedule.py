@@ -108,7 +108,7 @@ def step(
         raise MlxconvError("this scheduler is stochastic: pass noise at every call")
     x, out = latents.astype(mx.float32), output.astype(mx.float32)
     clean = None if form.limit is None else form.limit(denoised(row, x, out))
-    known = (x, out, *state, clean, noise)
+    known: list[Any] = [x, out, *state, clean, noise]  # no term reads a None
     results, at = [], HEAD
     for terms in form.terms:
         parts = [row[at + n] * known[column] for n, column in enumerate(terms)]

@@ -78,8 +78,9 @@ def _flow_levels(
 
 
 def _order(options: Options, call: int, begin: int, calls: int) -> int:
-    left = calls - call if options["lower_order_final"] else options["solver_order"]
-    return min(options["solver_order"], left, call - begin + 1)
+    order: int = options["solver_order"]
+    left = calls - call if options["lower_order_final"] else order
+    return min(order, left, call - begin + 1)
 
 
 def _move(

@@ -1,0 +1,188 @@
+"""Schedulers from their files: what is read, moved to another class, and refused."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+
+from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.schedulers import (
+    calculate_shift,
+    fitting,
+    make_schedule,
+    read_scheduler,
+    scheduler_of,
+    shift_for,
+    with_class,
+)
+from mlxconv.runtime.schedulers.table import SCHEDULERS
+
+
+@pytest.mark.parametrize(("tokens", "mu"), [(256, 0.5), (2176, 0.825), (4096, 1.15)])
+def test_shift_is_linear_in_the_tokens(tokens: int, mu: float) -> None:
+    config = {"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting": True}
+    assert calculate_shift(tokens) == pytest.approx(mu, rel=1e-12)
+    assert shift_for(scheduler_of(config), tokens) == pytest.approx(mu, rel=1e-12)
+    assert shift_for(scheduler_of({**config, "max_shift": 2.0}), 4096) == pytest.approx(2.0)
+    assert shift_for(scheduler_of({**config, "use_dynamic_shifting": False}), tokens) is None
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_knows_the_options_and_defaults_of_diffusers(name: str) -> None:
+    signature = inspect.signature(getattr(diffusers, name).__init__)
+    theirs = {key: p.default for key, p in signature.parameters.items() if key != "self"}
+    ours = dict(SCHEDULERS[name].options)
+    hidden = {"sigma_min", "sigma_max"} - set(theirs)  # read where a config holds them
+    assert {key: ours[key] for key in ours if key not in hidden} == {
+        key: tuple(value) if isinstance(value, list) else value for key, value in theirs.items()
+    }
+
+
+# SD 1.5's own file, with options of other classes that diffusers drops.
+SD15 = {
+    "_class_name": "PNDMScheduler",
+    "_diffusers_version": "0.6.0",
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "beta_start": 0.00085,
+    "num_train_timesteps": 1000,
+    "set_alpha_to_one": False,
+    "skip_prk_steps": True,
+    "steps_offset": 1,
+    "trained_betas": None,
+    "clip_sample": False,
+}
+
+
+@pytest.mark.parametrize("name", fitting("beta"))
+def test_another_class_takes_the_options_that_from_config_gives_it(name: str) -> None:
+    theirs = getattr(diffusers, name).from_config(SD15).config
+    ours = with_class(scheduler_of(SD15), name).options
+    assert {k: ours[k] for k in ours if k in theirs} == {
+        k: tuple(theirs[k]) if isinstance(theirs[k], list) else theirs[k]
+        for k in ours
+        if k in theirs
+    }
+
+
+def test_options_of_other_classes_are_listed_as_unused() -> None:
+    assert scheduler_of(SD15).unused == {"clip_sample": False}
+
+
+def test_a_flow_stays_a_flow_under_another_class() -> None:
+    flux = scheduler_of({"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0})
+    unipc = with_class(flux, "unipc")
+    assert unipc.name == "UniPCMultistepScheduler"
+    assert (unipc.options["use_flow_sigmas"], unipc.options["flow_shift"]) == (True, 3.0)
+    assert with_class(unipc, "FlowMatchEuler").options["shift"] == 3.0
+    assert unipc.unused == {}
+
+
+def test_reads_a_bundles_scheduler_folder(tmp_path: Path) -> None:
+    file = tmp_path / "scheduler" / "scheduler_config.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(SD15))
+    assert read_scheduler(tmp_path) == read_scheduler(file.parent) == read_scheduler(file)
+    assert read_scheduler(tmp_path).name == "PNDMScheduler"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"_class_name": "DPMSolverSDEScheduler"}, "DPMSolverSDEScheduler is not supp.*DDIMSch"),
+        (
+            {"_class_name": "LTXEulerAncestralRFScheduler"},
+            "not supported; those that fit: FlowMatchEul",
+        ),
+        ({"shift": 1.0}, "expected a class under _class_name, found None"),
+        ({**SD15, "skip_prk": True}, "has no option skip_prk; it has: .*skip_prk_steps"),
+        ({**SD15, "beta_schedule": "sigmoid"}, "beta_schedule 'sigmoid' .*supported: linear, sc"),
+        ({**SD15, "prediction_type": "sample"}, "'sample' is not supported; .*epsilon, v_pred"),
+        ({**SD15, "num_train_timesteps": "many"}, "num_train_timesteps must be a int, found 'm"),
+        ({**SD15, "_class_name": "DDPMScheduler", "variance_type": "learned"}, "'learned' is not"),
+        (
+            {**SD15, "_class_name": "HeunDiscreteScheduler"}
+            | {"use_karras_sigmas": True, "use_beta_sigmas": True},
+            "use_karras_sigmas and use_beta_sigmas exclude",
+        ),
+    ],
+)
+def test_an_unsupported_file_is_an_error_that_names_what_fits(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "scheduler_config.json").write_text(json.dumps(config))
+    with pytest.raises(MlxconvError, match=message) as error:
+        read_scheduler(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_class_of_another_family_is_refused() -> None:
+    with pytest.raises(MlxconvError, match="does not fit a beta model; those that fit: Euler"):
+        with_class(scheduler_of(SD15), "FlowMatchEulerDiscreteScheduler")
+
+
+def test_a_missing_file_says_where_it_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(MlxconvError, match="here, nor under scheduler/"):
+        read_scheduler(tmp_path)
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "scheduler_config.json").write_text("{")
+    with pytest.raises(MlxconvError, match=r"scheduler_config\.json: cannot be read as JSON"):
+        read_scheduler(tmp_path)
+
+
+FLUX = {"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "asks", "message"),
+    [
+        (SD15, {"steps": 0}, "steps must be 1 to 1000"),
+        (SD15, {"steps": 1001}, "steps must be 1 to 1000"),
+        (SD15, {}, "steps, or timesteps or sigmas"),
+        (SD15, {"steps": 1000}, "beyond num_train_timesteps"),
+        (SD15, {"steps": 4, "begin": 4}, "begin must be one of the 4 model calls"),
+        (SD15, {"steps": 4, "sigmas": [1, 0]}, "takes no sigmas; it takes only steps"),
+        (FLUX, {"steps": 4}, "needs mu"),
+        (FLUX, {"steps": 4, "mu": 1.0, "sigmas": [1.0]}, "that agree"),
+        (FLUX, {"steps": 4, "eta": 1.0}, "takes no eta; it takes mu, sigmas, timesteps"),
+        ({"_class_name": "DDIMScheduler"}, {"steps": 4, "eta": 2.0}, r"lie in \[0, 1\]"),
+        ({"_class_name": "LCMScheduler"}, {"steps": 51}, "more than the 50 timesteps distilled"),
+        ({"_class_name": "LCMScheduler"}, {"timesteps": [9, 99]}, "timesteps must fall"),
+        ({"_class_name": "HeunDiscreteScheduler"}, {"steps": 4, "begin": 1}, "1 is odd"),
+        ({"_class_name": "PNDMScheduler"}, {"steps": 3}, "takes four steps or more"),
+        ({"_class_name": "UniPCMultistepScheduler"}, {"sigmas": [1.0]}, "with use_flow_sigmas"),
+        (
+            {"_class_name": "EulerDiscreteScheduler", "use_karras_sigmas": True},
+            {"timesteps": [9, 8]},
+            "exclude each other",
+        ),
+        (
+            {"_class_name": "DPMSolverMultistepScheduler", "algorithm_type": "dpmsolver"},
+            {"steps": 4},
+            "needs final_sigmas_type sigma_min",
+        ),
+        (
+            {"_class_name": "UniPCMultistepScheduler", "lower_order_final": False},
+            {"steps": 4},
+            "no finite step 4 of 4",
+        ),
+        (
+            {"_class_name": "DDIMScheduler", "rescale_betas_zero_snr": True}
+            | {"timestep_spacing": "trailing"},
+            {"steps": 4},
+            "use prediction_type v_prediction",
+        ),
+    ],
+)
+def test_a_schedule_that_cannot_be_made_says_why(
+    config: dict[str, Any], asks: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(MlxconvError, match=message):
+        make_schedule(scheduler_of(config), **asks)
