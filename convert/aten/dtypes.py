@@ -19,7 +19,7 @@ def _copy(b: Builder, x: Arg, source: Arg) -> Arg:
     return b.cast(b.note(y, b.value(source).expand(b.value(x).shape)), b.result.dtype)
 
 
-@lowers("clone", "contiguous", "detach", "alias")
+@lowers("clone", "contiguous", "detach", "alias", "detach_", "lift_fresh_copy")
 def _same(b: Builder, x: Arg, *args: Arg, **kwargs: Arg) -> Arg:
     return x
 

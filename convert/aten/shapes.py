@@ -91,6 +91,11 @@ def _matrix_transpose(b: Builder, x: Arg) -> Arg:
     return _transpose(b, x, -2, -1)
 
 
+@lowers("numpy_T")
+def _reversed(b: Builder, x: Arg) -> Arg:
+    return b.emit("transpose", x=x, axes=tuple(reversed(range(b.rank(x)))))
+
+
 @lowers("t")
 def _t(b: Builder, x: Arg) -> Arg:
     return x if b.rank(x) < 2 else _transpose(b, x, 0, 1)

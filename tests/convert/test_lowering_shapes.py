@@ -73,10 +73,11 @@ WHOLE = (
     ),
     whole(
         "whole movedim",
-        lambda x: (x.movedim(-1, 1), x.movedim(0, -1), x.mT),
+        lambda x: (x.movedim(-1, 1), x.movedim(0, -1), x.mT, x[0].T),
         (f(2, 3, 4),),
         f(5, 2, 3),
     ),
+    whole("whole literal", lambda x: x * torch.tensor([2.0, 3.0]), (f(3, 2),), f(5, 2)),
     whole("whole chunk", lambda x: (*x.chunk(2, -1), *x.unsafe_chunk(3, 0)), (f(6, 8),), f(9, 6)),
     whole("whole chunk uneven", lambda x: x.chunk(2, -1), (f(2, 7),), f(3, 9)),
     whole(
