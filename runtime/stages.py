@@ -28,7 +28,7 @@ from .program import (
 
 STEP = len(STAGES) - 1
 # They make small values large; where only a later stage reads the result, it is made there.
-_GROWING = frozenset({"broadcast", "tile", "repeat"})
+_GROWING = frozenset({"broadcast", "full", "repeat", "tile"})
 
 
 def split(program: Program, entry: Entry) -> Program:
@@ -227,12 +227,16 @@ def _renamed(arg: Arg, names: Mapping[str, Arg]) -> Arg:
 
 
 def _put_off(body: _Sorted) -> None:
-    """Move what only makes a value larger to the first stage that reads it."""
+    """Move what only makes a value larger to the first stage that reads it.
+
+    So is what is used as a weight, such as one of a stack of experts: apart it would be a copy.
+    """
+    heavy = {n for _, node in body.placed for n in refs((node.args.get("weight"),))}
     needed: dict[str, int] = dict.fromkeys(refs(body.outputs), -1)
     for number in range(len(body.placed) - 1, -1, -1):
         stage, node = body.placed[number]
         later = min((needed.get(out, -1) for out in node.out), default=-1)
-        if node.op in _GROWING and later > stage:
+        if later > stage and (node.op in _GROWING or heavy.intersection(node.out)):
             body.placed[number] = (later, node)
             body.stages.update(dict.fromkeys(node.out, later))
             stage = later
