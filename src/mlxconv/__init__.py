@@ -1,6 +1,6 @@
 """mlxconv converts diffusers models, not only their weights, to MLX, and proves parity.
 
-`convert`, `verify` and `inspect` need the extra `mlxconv[convert]`; `load_component` runs without
+`convert`, `verify` and `inspect` need the extra `mlxconv[convert]`; all else runs without
 PyTorch. Names are imported when they are first used, so that `import mlxconv` is quick.
 """
 
@@ -16,24 +16,45 @@ if TYPE_CHECKING:
     from .convert.parity import verify as verify
     from .convert.report import ConvertReport as ConvertReport
     from .runtime.bundle import load_component as load_component
+    from .runtime.denoise import LoopSettings as LoopSettings
+    from .runtime.denoise import denoise as denoise
     from .runtime.errors import MlxconvError as MlxconvError
+    from .runtime.guidance import Guidance as Guidance
+    from .runtime.guidance import Guided as Guided
+    from .runtime.schedulers import make_schedule as make_schedule
+    from .runtime.schedulers import read_scheduler as read_scheduler
+    from .runtime.staging import Staged as Staged
 
 _WHERE = {
     "ConvertReport": ".convert.report",
+    "Guidance": ".runtime.guidance",
+    "Guided": ".runtime.guidance",
+    "LoopSettings": ".runtime.denoise",
     "MlxconvError": ".runtime.errors",
     "ParityReport": ".convert.parity",
+    "Staged": ".runtime.staging",
+    "denoise": ".runtime.denoise",
     "inspect": ".convert.inspection",
     "load_component": ".runtime.bundle",
+    "make_schedule": ".runtime.schedulers",
+    "read_scheduler": ".runtime.schedulers",
     "verify": ".convert.parity",
 }
 __all__ = [
     "ConvertReport",
+    "Guidance",
+    "Guided",
+    "LoopSettings",
     "MlxconvError",
     "ParityReport",
+    "Staged",
     "__version__",
     "convert",
+    "denoise",
     "inspect",
     "load_component",
+    "make_schedule",
+    "read_scheduler",
     "verify",
 ]
 
