@@ -75,9 +75,12 @@ def scheduler_of(
     options = _public(config)
     family = _family(stored, options)
     name = _fitting(stored if name is None else name, family, source)
+    row = SCHEDULERS[name]
     if name != stored:
-        options = _translated(options, SCHEDULERS[name], family)
-    return Scheduler(name, _checked(options, SCHEDULERS[name], name, source), config, source)
+        options = _translated(options, row, family)
+    if options.get("invert_sigmas") and "invert_sigmas" not in row.options:
+        raise MlxconvError(f"{source}: {name} cannot run time backwards, as invert_sigmas asks")
+    return Scheduler(name, _checked(options, row, name, source), config, source)
 
 
 def with_class(scheduler: Scheduler, name: str) -> Scheduler:

@@ -66,6 +66,19 @@ def _flow() -> Iterator[Case]:
             "sigmas": np.linspace(1, 0.02, steps).tolist(),
         },
     )
+    yield Case(
+        euler, {"shift": 2.0}, lambda steps: {"timesteps": list(range(900, 900 - steps, -1))}
+    )
+    cogview = {"use_dynamic_shifting": True, "time_shift_type": "linear", "shift": 1.0}
+    yield Case(
+        euler,
+        cogview,
+        lambda steps: {
+            "mu": 2.2,
+            "timesteps": np.linspace(1000, 1, steps).astype(int).tolist(),
+            "sigmas": (np.linspace(1000, 1, steps) / 1000).tolist(),
+        },
+    )
     yield Case(euler, {"shift": 3.0}, begin=2)
     yield Case("FlowMatchLCMScheduler", {"shift": 3.0})
     heun = "FlowMatchHeunDiscreteScheduler"

@@ -126,6 +126,12 @@ def test_a_class_of_another_family_is_refused() -> None:
         with_class(scheduler_of(SD15), "FlowMatchEulerDiscreteScheduler")
 
 
+def test_a_model_of_inverted_time_keeps_a_class_that_knows_it() -> None:
+    mochi = {"_class_name": "FlowMatchEulerDiscreteScheduler", "invert_sigmas": True}
+    with pytest.raises(MlxconvError, match="cannot run time backwards"):
+        with_class(scheduler_of(mochi), "UniPC")
+
+
 def test_a_missing_file_says_where_it_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(MlxconvError, match="here, nor under scheduler/"):
         read_scheduler(tmp_path)
@@ -172,6 +178,12 @@ FLUX = {"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting"
             {"_class_name": "UniPCMultistepScheduler", "lower_order_final": False},
             {"steps": 4},
             "no finite step 4 of 4",
+        ),
+        (
+            {"_class_name": "UniPCMultistepScheduler", "use_flow_sigmas": True}
+            | {"use_exponential_sigmas": True, "prediction_type": "flow_prediction"},
+            {"steps": 4},
+            "combine use_flow_sigmas with no other",
         ),
         (
             {"_class_name": "DDIMScheduler", "rescale_betas_zero_snr": True}

@@ -223,7 +223,7 @@ def test_tables_round_as_diffusers(betas: str) -> None:
     theirs = _module("DDIMScheduler").DDIMScheduler(beta_schedule=betas).alphas_cumprod.numpy()
     ours = alphas_cumprod({**SCHEDULERS["DDIMScheduler"].options, "beta_schedule": betas})
     assert ours.dtype == np.float32
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2.4e-7)  # betas depend on torch's SIMD
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=6e-8)  # the last bit is the CPU's
 
 
 def test_beta_quantiles_are_exact() -> None:
