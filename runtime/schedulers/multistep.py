@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .limits import limit_of
 from .predictions import clean_of, noise_of
 from .request import Options
-from .schedule import Array, Basis, Limit, Path
+from .schedule import Array, Basis, Path
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,3 @@ def kept(options: Options, levels: Levels, at: Basis, *, clean: bool) -> list[Ar
         return [(at.latents - of_clean * at.denoised) / of_noise for of_clean, of_noise in pairs]
     a, b = noise_of(options["prediction_type"], alpha, sigma)
     return [of_x * at.latents + of_output * at.output for of_x, of_output in zip(a, b)]
-
-
-def limit_if_clean(options: Options, *, clean: bool) -> Limit | None:
-    """Only clean latents are thresholded; nothing here is clipped."""
-    return limit_of({**options, "clip_sample": False}) if clean else None
