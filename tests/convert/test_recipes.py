@@ -26,6 +26,7 @@ from mlxconv.convert.supported import kind_of
 from mlxconv.convert.tracing import merged_config
 from mlxconv.runtime.bundle import LoadedComponent, load_component, open_bundle
 from mlxconv.runtime.program import from_json, to_json, validate
+from mlxconv.runtime.staging import Staged
 
 from ..bundles import PROGRAM
 from ..conftest import Bundles
@@ -75,6 +76,8 @@ def test_a_recipe_keeps_the_contract(class_name: str, variant: str | None, tmp_p
     for q in measured:
         check_program(tmp_path / q, recipe)
     check_stream(tmp_path / "bf16", recipe, variant)
+    if kind_of(recipe) == "denoiser":
+        check_stages(tmp_path / "fp32", recipe, variant)
     if variant is None and kind_of(recipe) == "denoiser":
         check_sizes(tmp_path, recipe)
 
@@ -110,6 +113,31 @@ def check_stream(bundle: Path, recipe: Recipe, variant: str | None) -> None:
         _, values = model.executor.run(entry.name, inputs, blocks)
         others = {path for path, found in values.items() if not {v.dtype for v in found} <= allowed}
         assert others == set()
+
+
+def check_stages(bundle: Path, recipe: Recipe, variant: str | None) -> None:
+    """A loop by stages gives what the whole entry does at every step, from one trace."""
+    model = load_component(bundle)
+    for entry in model.program.entries:
+        inputs = inputs_of(recipe, entry.name, variant, torch.float32, entry.sizes)
+        names = [i.path for i in entry.inputs if i.stage == "schedule"]
+        rows = {
+            name: mx.stack([(inputs[name] * s).astype(inputs[name].dtype) for s in (1, 0.5, 0.25)])
+            for name in names
+        }
+        staged = Staged(model, entry.name)
+        run = staged.prepare(inputs, rows)
+        for step in range(run.steps):
+            whole = model.executor(entry.name, **inputs | {k: v[step] for k, v in rows.items()})
+            assert _apart(run(step, **inputs), whole) <= 1e-5
+        assert staged.traces == 1
+
+
+def _apart(a: Any, b: Any) -> float:
+    """The largest `rel_l2` of two results, each an array or several."""
+    pairs = zip(*(x if isinstance(x, tuple) else (x,) for x in (a, b)), strict=True)
+    arrays = ((np.array(x, np.float64), np.array(y, np.float64)) for x, y in pairs)
+    return max(float(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30)) for x, y in arrays)
 
 
 def inputs_of(
