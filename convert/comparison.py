@@ -48,6 +48,20 @@ class Sums:
         self.max_abs = max(self.max_abs, float(gap.max())) if self.finite else math.inf
         self.max_reference = max(self.max_reference, float(np.abs(b).max()))
 
+    def add_equal(self, a: Any) -> None:
+        """As `add(a, a)`, in a tenth of the time: for values already known to be equal."""
+        a = np.asarray(a).ravel()
+        for start in range(0, a.size, _PIECE):
+            piece = a[start : start + _PIECE].astype(np.float32)
+            square = float(piece @ piece)
+            if not math.isfinite(square):  # too large for float32, or not finite
+                self._add(piece.astype(np.float64), piece.astype(np.float64))
+                continue
+            self.reference += square
+            self.other += square
+            self.product += square
+            self.max_reference = max(self.max_reference, float(max(piece.max(), -piece.min())))
+
     @property
     def rel_l2(self) -> float:
         """||a-b|| / ||b||; ||a|| where the reference is zero; infinite where a is not finite."""

@@ -307,3 +307,17 @@ def test_the_variant_converted_is_the_one_compared_with(
     save_file(half, source / f"{plain.stem}.fp16.safetensors", {"format": "pt"})
     convert(source, tmp_path / "out", "fp32", variant="fp16")
     assert verify(tmp_path / "out", source).passed
+
+
+@pytest.mark.parametrize("special", [None, np.nan, np.inf, 3e38])
+def test_equal_values_sum_as_if_compared(special: float | None) -> None:
+    values = np.random.default_rng(0).standard_normal(3_000_000, dtype=np.float32)
+    if special is not None:
+        values[2_000_000] = special
+    quick, slow = Sums(), Sums()
+    quick.add_equal(values)
+    with np.errstate(all="ignore"):
+        slow.add(values, values)
+    for name in ("rel_l2", "reference", "cosine", "max_rel", "max_reference"):
+        assert getattr(quick, name) == pytest.approx(getattr(slow, name), rel=1e-6, nan_ok=True)
+    assert quick.finite == slow.finite
