@@ -61,7 +61,7 @@ def denoise(
     """Latents (batch, ...) at the end of the schedule, evaluated.
 
     latents: at its beginning, noise already scaled. noise: standard normal of the latents' shape
-    for a call's number, for stochastic schedulers. callback: after each step; the loop ends early,
+    for a call's number, asked for where `schedule.draws` says so. callback: after each step; the loop ends early,
     with the latents so far, where it returns False.
     """
     if schedule.stochastic and noise is None:
@@ -74,8 +74,7 @@ def denoise(
     for i in range(schedule.calls):
         row = rows[i]
         output = model(i, scaled(row, latents))
-        drawn = [noise(i)] if noise is not None and schedule.stochastic else []
-        latents, state = advance(row, latents, output, state, *drawn)
+        latents, state = advance(row, latents, output, state, *_drawn(noise, i, schedule, latents))
         if settings.evaluate_every and (i + 1) % settings.evaluate_every == 0:
             mx.eval(latents, state)
         if settings.clear_cache_every and (i + 1) % settings.clear_cache_every == 0:
@@ -87,3 +86,10 @@ def denoise(
                 break
     mx.eval(latents)
     return latents
+
+
+def _drawn(noise: Noise | None, i: int, schedule: Schedule, latents: mx.array) -> list[mx.array]:
+    """Noise where this call draws some; a stochastic schedule takes zeros at its other calls."""
+    if noise is None or not schedule.stochastic:
+        return []
+    return [noise(i) if schedule.draws[i] else mx.zeros(latents.shape)]

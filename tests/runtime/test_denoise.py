@@ -278,6 +278,21 @@ def test_a_stochastic_schedule_needs_noise(flux: LoadedComponent) -> None:
         denoise(guided, noise(flux), schedule)
 
 
+def test_noise_is_asked_for_where_it_is_drawn(flux: LoadedComponent) -> None:
+    """diffusers' LCM draws none at its last call."""
+    schedule = make_schedule(scheduler_of({"_class_name": "LCMScheduler"}), 4)
+    asked: list[int] = []
+
+    def drawn(call: int) -> mx.array:
+        asked.append(call)
+        return noise(flux)
+
+    guided = Guided(Staged(flux), prompt(flux, 1), times(schedule))
+    latents = denoise(guided, noise(flux), schedule, noise=drawn)
+    assert asked == [0, 1, 2]
+    assert mx.isfinite(latents).all()
+
+
 @pytest.mark.parametrize("q", ["bf16", "4bit"])
 def test_nothing_in_the_loop_is_promoted(flux_bundle: Bundles, q: str) -> None:
     """The residual stream of a bf16 run is bf16, though latents and timesteps come as fp32."""
