@@ -1,7 +1,7 @@
 """Runs a program: binds its weights, evaluates its nodes, compiles, taps intermediate values."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,18 @@ from .weights import (
 
 COMPILE_MODES = ("off", "block", "program")
 Lookup = Callable[[Any], Any]
+Observer = Callable[[Node, str, Mapping[str, Any], Any], None]
+_observers: list[Observer] = []
+
+
+@contextlib.contextmanager
+def observed(by: Observer) -> Iterator[None]:
+    """While it lasts, `by(node, block path, arguments, result)` sees each node that is applied."""
+    _observers.append(by)
+    try:
+        yield
+    finally:
+        _observers.remove(by)
 
 
 @dataclass(slots=True)
@@ -268,6 +280,8 @@ class Executor:
             return
         with self._stream_for(args):
             results = self._apply(step, args, prefix)
+        for observe in _observers:
+            observe(node, prefix, args, results)
         if len(node.out) == 1:
             values[node.out[0]] = results if not isinstance(results, list) else results[0]
         else:
@@ -292,7 +306,7 @@ class Executor:
                 pass  # not every operation of MLX can be mapped; what fails below is an error
         rows = [once(*row) for row in zip(*columns, strict=True)]
         for name, column in zip(step.node.out, zip(*rows)):
-            known[name] = mx.stack(column) if isinstance(column[0], mx.array) else column[0]
+            known[name] = mx.stack(list(column)) if isinstance(column[0], mx.array) else column[0]
 
     def _settle(self, step: _Step, values: Mapping[str, Any]) -> None:
         """When streaming: compute a top-level block's outputs, and let its weights go."""

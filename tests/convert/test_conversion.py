@@ -84,7 +84,10 @@ def test_config_json_is_the_merged_one_with_how_it_was_converted(
     stored = read_json(flux_checkpoint / "config.json")
     assert config.items() >= {k: v for k, v in stored.items() if v is not None}.items()
     assert config["patch_size"] == 1
+    sizes = config["mlxconv"].pop("sizes")
     assert config["mlxconv"] == {"version": 1, "dtype": "bfloat16"}
+    assert sizes["dims"] == {"batch": 2, "image_tokens": 26, "text_tokens": 11}
+    assert sizes["pixels"]["image_tokens"] == "(H // 16) * (W // 16)"
     assert config["quantization"] == config["quantization_config"]
     assert config["quantization"].items() >= {"bits": 4, "group_size": 64, "mode": "affine"}.items()
     assert config["quantization"]["transformer_blocks.0.norm1.linear"]["bits"] == 8
