@@ -8,8 +8,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -109,8 +109,8 @@ class BenchReport:
         """Seconds, bytes, GFLOP/s."""
         about = {**self.about, "steps": self.settings.steps, "repeat": self.settings.repeat}
         about |= {"compile_mode": self.settings.compile, "guidance": self.settings.guidance}
-        data = {"bundle": str(self.settings.bundle), **about, **_fields(self.ours)}
-        peer = None if self.peer is None else {**_fields(self.peer), "version": self.peer_version}
+        data = {"bundle": str(self.settings.bundle), **about, **named(self.ours)}
+        peer = None if self.peer is None else {**named(self.peer), "version": self.peer_version}
         against = {"against": self.settings.against, "peer": peer}
         return {
             **data,
@@ -131,7 +131,8 @@ class BenchReport:
             machine_line(about["machine"]),
             "",
             f"{'':12}{'step s':>9}{'min to max':>17}{'CPU s':>8}{'first':>8}{'read':>7}"
-            f"{'compile':>9}{'prepare':>9}{'load':>7}{'peak GB':>9}{'RSS GB':>8}{'GFLOP/s':>9}{'of GEMM':>9}",
+            f"{'compile':>9}{'prepare':>9}{'load':>7}{'peak GB':>9}{'RSS GB':>8}{'GFLOP/s':>9}"
+            f"{'of GEMM':>9}",
             _line("mlxconv", self.ours),
         ]
         if self.peer is not None:
@@ -160,7 +161,8 @@ _NAMES = {
 }  # fmt: skip
 
 
-def _fields(figures: Figures) -> dict[str, Any]:
+def named(figures: Figures) -> dict[str, Any]:
+    """The figures under the names that they have in JSON."""
     return {_NAMES.get(k, k): v for k, v in asdict(figures).items()}
 
 
@@ -193,10 +195,10 @@ def bench(settings: Settings, say: Say = lambda text: None) -> BenchReport:
         runs: list[dict[str, Any]] = []
         peers: list[dict[str, Any]] = []
         for i in range(settings.repeat):
-            runs.append(repetition(jobs))
+            runs.append(repetition(jobs, about["dims"]))
             say(f"repetition {i + 1}: mlxconv {statistics.median(runs[-1]['steps']):.4f} s")
             if peer is not None:
-                peers.append(_run(peer))
+                peers.append(_run(peer, f"{settings.against} cannot run it: "))
                 median = statistics.median(peers[-1]["steps"])
                 say(f"repetition {i + 1}: {settings.against} {median:.4f} s")
         about |= {"dims": runs[0]["dims"], "dtype": runs[0]["dtype"], "class": runs[0]["class"]}
@@ -214,8 +216,6 @@ def bench(settings: Settings, say: Say = lambda text: None) -> BenchReport:
 
 def with_component(settings: Settings) -> Settings:
     """The settings with the bundle's denoiser named, where no component was."""
-    from dataclasses import replace
-
     if settings.component is not None or not is_bundle(settings.bundle):
         if not is_bundle(settings.bundle) and not (settings.bundle / "config.json").is_file():
             open_bundle(settings.bundle)
@@ -256,18 +256,22 @@ def component_facts(bundle: Path, component: str | None) -> tuple[Any, dict[str,
     return program_of(bundle, component), read_json(folder / "config.json")
 
 
-def repetition(job: dict[str, Any]) -> dict[str, Any]:
-    """One job in a process of its own."""
-    return _run([sys.executable, "-m", "mlxconv.runtime.bench_worker", json.dumps(job)])
+def repetition(job: dict[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
+    """One job in a process of its own; `dims` are told where it fails."""
+    try:
+        return _run([sys.executable, "-m", "mlxconv.runtime.bench_worker", json.dumps(job)])
+    except MlxconvError as error:
+        at = ", ".join(f"{name}={size}" for name, size in dims.items())
+        raise MlxconvError(f"{error}; run at {at}: does another --size or --dim fit it?") from None
 
 
-def _run(command: Sequence[str]) -> dict[str, Any]:
-    """The JSON object on the last line of what a process prints."""
+def _run(command: Sequence[str], what: str = "") -> dict[str, Any]:
+    """The JSON object on the last line of what a process prints; `what` begins a complaint."""
     done = subprocess.run(
         command, env=environment(), capture_output=True, text=True, check=False, encoding="utf-8"
     )
     if done.returncode != 0:
-        raise MlxconvError(_reason(done.stderr, done.returncode))
+        raise MlxconvError(what + _reason(done.stderr, done.returncode))
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
@@ -276,7 +280,7 @@ def _reason(stderr: str, code: int) -> str:
     lines = [line for line in stderr.strip().splitlines() if line.strip()]
     last = lines[-1].removeprefix("error: ") if lines else "it said nothing"
     where = "" if code == 1 and lines and lines[-1].startswith("error: ") else (
-        f"a benchmark's process ended with {code}: "
+        f"its process ended with {code}: "
     )  # fmt: skip
     return f"{where}{last}"
 

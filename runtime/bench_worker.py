@@ -58,6 +58,7 @@ class Job:
     change: str | None = None
     gemm: bool = True
     output: str | None = None
+    final: str | None = None
     inputs: str | None = None
 
     @classmethod
@@ -86,13 +87,15 @@ def run(job: Job) -> dict[str, Any]:
         output = model(0, latents)
         mx.eval(output)
     first = time.perf_counter() - prepared
-    _save(job, example, output)
+    _save(job.output, output)
+    _save_inputs(job.inputs, example)
     _loop(job, model, latents, 1)
     early_peak = mx.get_peak_memory()
     mx.reset_peak_memory()
     cpu = time.process_time()
-    seconds, steps = _loop(job, model, latents, job.steps)
+    seconds, steps, last = _loop(job, model, latents, job.steps)
     cpu = time.process_time() - cpu
+    _save(job.final, last)
     figures: dict[str, Any] = {
         "load": loaded - began,
         "prepare": prepared - loaded,
@@ -195,8 +198,10 @@ def _fitted(output: Any, latents: mx.array) -> mx.array:
 # ---- the loop -----------------------------------------------------------------------------------
 
 
-def _loop(job: Job, model: Model, latents: mx.array, steps: int) -> tuple[float, list[float]]:
-    """Seconds of the whole, and of each step where each is evaluated."""
+def _loop(
+    job: Job, model: Model, latents: mx.array, steps: int
+) -> tuple[float, list[float], mx.array]:
+    """Seconds of the whole, of each step where each is evaluated, and the last latents."""
     schedule = make_schedule(scheduler_of(EULER), steps)
     if job.scalars != "table":
         return _plain_loop(job, model, latents, schedule)
@@ -207,15 +212,15 @@ def _loop(job: Job, model: Model, latents: mx.array, steps: int) -> tuple[float,
 
     settings = LoopSettings(job.evaluate_every, job.clear_cache_every)
     began = time.perf_counter()
-    denoise(model, latents, schedule, settings=settings, callback=told)
+    last = denoise(model, latents, schedule, settings=settings, callback=told)
     seconds = time.perf_counter() - began
     each = [b - a for a, b in zip([0.0, *ends], ends)] if job.evaluate_every == 1 else []
-    return seconds, each
+    return seconds, each, last
 
 
 def _plain_loop(
     job: Job, model: Model, latents: mx.array, schedule: Schedule
-) -> tuple[float, list[float]]:
+) -> tuple[float, list[float], mx.array]:
     """Euler's method written out: x + (next sigma - sigma) v, by numbers or by arrays."""
     sigmas = [float(s) for s in schedule.sigmas]
     made = [mx.array(s) for s in sigmas]
@@ -231,7 +236,7 @@ def _plain_loop(
         x = x + (sigma(i + 1) - sigma(i)) * model(i, x)
         mx.eval(x)
         ends.append(time.perf_counter() - began)
-    return ends[-1], [b - a for a, b in zip([0.0, *ends], ends)]
+    return ends[-1], [b - a for a, b in zip([0.0, *ends], ends)], x
 
 
 # ---- beside the time ----------------------------------------------------------------------------
@@ -244,13 +249,16 @@ def _arithmetic(job: Job, component: LoadedComponent, example: Example) -> dict[
     return {"flops": products.flops * calls, "gemm": seconds * calls}
 
 
-def _save(job: Job, example: Example, output: mx.array) -> None:
-    """The first step's output and inputs, for a peer's."""
-    if job.output is not None:
-        np.save(job.output, np.array(output.astype(mx.float32)))
-    if job.inputs is not None:
+def _save(path: str | None, array: mx.array) -> None:
+    if path is not None:
+        np.save(path, np.array(array.astype(mx.float32)))
+
+
+def _save_inputs(path: str | None, example: Example) -> None:
+    """For a peer that makes none itself."""
+    if path is not None:
         flat = _flat(example.at_step(0), "")
-        mx.savez(job.inputs, **{k: v.astype(mx.float32) for k, v in flat.items()})
+        mx.savez(path, **{k: v.astype(mx.float32) for k, v in flat.items()})
 
 
 def _flat(value: Any, path: str) -> dict[str, mx.array]:

@@ -201,6 +201,59 @@ def inspect(
     _emit(as_json, report.as_json(), report.as_text())
 
 
+def _sized(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options of the commands that run a bundle on example inputs."""
+    for option in (
+        click.option("--batch", default=1, show_default=True, help="Samples at once."),
+        click.option("--dim", "dims", multiple=True, type=_Dim(),
+                     help="Size to run at, by the recipe's name for it (repeat)."),
+        click.option("--size", "pixels", type=_Size(),
+                     help="Image size in pixels. [default: 512x512]"),
+        click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
+                     help="Precision of the run. [default: the bundle's]"),
+        click.option("--compile", default="program", show_default=True,
+                     type=click.Choice(["off", "block", "program"])),
+        click.option("--component", metavar="NAME", help="[default: the transformer or UNet]"),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+@cli.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--steps", type=int, help="Timed steps a repetition. [default: 4; --ablate: 10]")
+@click.option("--repeat", default=3, show_default=True, help="Repetitions, each a process.")
+@click.option("--guidance", default="none", show_default=True,
+              type=click.Choice(["none", "batched", "sequential"]))  # fmt: skip
+@click.option("--against", default="none", show_default=True,
+              type=click.Choice(["none", "diffusers", "mflux"]),
+              help="Run this too, on the same weights, sizes and precision.")  # fmt: skip
+@click.option("--source", type=click.Path(path_type=Path), help="The checkpoint, for --against.")
+@click.option("--mflux-python", metavar="PYTHON", help="Interpreter that has mflux.")
+@click.option("--ablate", is_flag=True, help="What the field argues about, one change a row.")
+@_sized
+@_common
+def bench(
+    bundle: Path, steps: int | None, dims: tuple[tuple[str, int], ...], ablate: bool,
+    as_json: bool, verbose: bool, debug: bool, **options: Any,
+) -> None:  # fmt: skip
+    """How long a denoising step of BUNDLE takes, beside its memory and a peer's."""
+    from .runtime.bench import Settings
+    from .runtime.bench import bench as run
+
+    chosen = (10 if ablate else 4) if steps is None else steps
+    settings = Settings(bundle.expanduser(), steps=chosen, dims=dict(dims), **options)
+    told = say if verbose or not as_json else lambda text: None
+    if ablate:
+        from .runtime.ablation import ablate as run_rows
+
+        table = run_rows(settings, told)
+        _emit(as_json, table.as_json(), table.as_text())
+        return
+    report = run(settings, told)
+    _emit(as_json, report.as_json(), report.as_text())
+
+
 @cli.command("add-size")
 @click.argument("bundle")
 @click.option("--component", default="transformer", show_default=True, metavar="NAME")
