@@ -198,7 +198,7 @@ def bench(settings: Settings, say: Say = lambda text: None) -> BenchReport:
             runs.append(repetition(jobs, about["dims"]))
             say(f"repetition {i + 1}: mlxconv {statistics.median(runs[-1]['steps']):.4f} s")
             if peer is not None:
-                peers.append(_run(peer, f"{settings.against} cannot run it: "))
+                peers.append(run_apart(peer, f"{settings.against} cannot run it: "))
                 median = statistics.median(peers[-1]["steps"])
                 say(f"repetition {i + 1}: {settings.against} {median:.4f} s")
         about |= {"dims": runs[0]["dims"], "dtype": runs[0]["dtype"], "class": runs[0]["class"]}
@@ -259,13 +259,13 @@ def component_facts(bundle: Path, component: str | None) -> tuple[Any, dict[str,
 def repetition(job: dict[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
     """One job in a process of its own; `dims` are told where it fails."""
     try:
-        return _run([sys.executable, "-m", "mlxconv.runtime.bench_worker", json.dumps(job)])
+        return run_apart([sys.executable, "-m", "mlxconv.runtime.bench_worker", json.dumps(job)])
     except MlxconvError as error:
         at = ", ".join(f"{name}={size}" for name, size in dims.items())
         raise MlxconvError(f"{error}; run at {at}: does another --size or --dim fit it?") from None
 
 
-def _run(command: Sequence[str], what: str = "") -> dict[str, Any]:
+def run_apart(command: Sequence[str], what: str = "") -> dict[str, Any]:
     """The JSON object on the last line of what a process prints; `what` begins a complaint."""
     done = subprocess.run(
         command, env=environment(), capture_output=True, text=True, check=False, encoding="utf-8"

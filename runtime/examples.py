@@ -163,6 +163,14 @@ def _shape(item: Input) -> list[str]:
     return [] if item.type == "int" else [s.strip() for s in sizes.split(",") if s.strip()]
 
 
+def text_sizes(config: Mapping[str, Any], tokens: int | None, batch: int) -> Sizes:
+    """Of a text encoder: as many tokens as the denoiser takes, or as the encoder has places for."""
+    places = config.get("max_position_embeddings")
+    if tokens is None:
+        return Sizes(batch=batch)
+    return Sizes(None, {"text_tokens": min(tokens, places or tokens)}, batch)
+
+
 # ---- values -------------------------------------------------------------------------------------
 
 

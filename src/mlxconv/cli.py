@@ -254,6 +254,23 @@ def bench(
     _emit(as_json, report.as_json(), report.as_text())
 
 
+@cli.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--steps", default=4, show_default=True, help="Steps of the loop.")
+@_sized
+@_common
+def profile(
+    bundle: Path, dims: tuple[tuple[str, int], ...], as_json: bool, verbose: bool, debug: bool,
+    **options: Any,
+) -> None:  # fmt: skip
+    """Where a generation's time goes: its phases; inside a step, blocks and ops."""
+    from .runtime.bench import Settings
+    from .runtime.profiling import profile as run
+
+    report = run(Settings(bundle.expanduser(), dims=dict(dims), **options))
+    _emit(as_json, report.as_json(), report.as_text())
+
+
 @cli.command("add-size")
 @click.argument("bundle")
 @click.option("--component", default="transformer", show_default=True, metavar="NAME")
