@@ -70,7 +70,7 @@ def _permute(b: Builder, x: Arg, axes: Arg) -> Arg:
     return b.emit("transpose", x=x, axes=axes)
 
 
-@lowers("transpose")
+@lowers("transpose", "swapaxes")
 def _transpose(b: Builder, x: Arg, first: int, second: int) -> Arg:
     axes = list(range(b.rank(x)))
     if not axes:

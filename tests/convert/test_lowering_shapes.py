@@ -73,7 +73,7 @@ WHOLE = (
     ),
     whole(
         "whole movedim",
-        lambda x: (x.movedim(-1, 1), x.movedim(0, -1), x.mT, x[0].T),
+        lambda x: (x.movedim(-1, 1), x.movedim(0, -1), x.mT, x[0].T, x.swapaxes(0, 2)),
         (f(2, 3, 4),),
         f(5, 2, 3),
     ),
