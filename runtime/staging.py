@@ -24,6 +24,7 @@ class Staged:
 
     `compile` is that of the loop (see `Executor`). `batched` computes the schedule's part for all
     steps in one operation a node, instead of step by step: equal up to the order of summation.
+    `keep` holds the weights of the early parts too, for a caller who comes back at each step.
     """
 
     def __init__(
@@ -33,9 +34,10 @@ class Staged:
         *,
         compile: str = "program",
         batched: bool = True,
+        keep: bool = False,
     ) -> None:
         self.component, self.name = component, entry
-        self.compile, self.batched = compile, batched
+        self.compile, self.batched, self.keep = compile, batched, keep
         self._parts: dict[int, _Parts] = {}
 
     def prepare(
@@ -53,8 +55,13 @@ class Staged:
             found = {k: len(v) for k, v in rows.items()}
             raise MlxconvError(f"the schedule's inputs differ in their number of steps: {found}")
         first = {k: v[0] for k, v in rows.items()}
-        entry, values = self.component.executor.bind(self.name, {**inputs, **first})
-        return self._of(entry).prepare(values, _rows(entry, rows, self.component))
+        return self.begin({**inputs, **first}).at(rows)
+
+    def begin(self, inputs: Mapping[str, Any]) -> "Begun":
+        """Compute what sizes and the prompt decide; of the schedule and the latents only the shapes
+        are read."""
+        entry, values = self.component.executor.bind(self.name, inputs)
+        return Begun(self._of(entry), values)
 
     def entry_for(self, inputs: Mapping[str, Any]) -> Entry:
         """The component's entry that takes inputs of these sizes."""
@@ -75,46 +82,27 @@ class Staged:
         return self._parts[id(entry)]
 
 
-def _rows(
-    entry: Entry, rows: Mapping[str, mx.array], component: LoadedComponent
-) -> dict[str, mx.array]:
-    """The schedule by input name, each row in the dtype that the entry takes."""
-    known = {i.path: i for i in entry.inputs if i.stage == "schedule"}
-    unknown = [path for path in rows if path not in known]
-    if unknown:
-        raise MlxconvError(
-            f"{component.program.class_name}.{entry.name}: {', '.join(unknown)} cannot change "
-            f"from step to step; {', '.join(known) or 'nothing'} can"
-        )
-    compute = component.executor.compute
-    return {
-        known[path].name: mx.stack([as_input(known[path], row, compute) for row in value])
-        for path, value in rows.items()
-    }
-
-
 class _Parts:
     """An entry by stage: the early parts stream their weights, the loop keeps its own."""
 
     def __init__(self, staged: Staged, entry: Entry) -> None:
-        component = staged.component
-        weights = component.executor.weights
-        self.entry, self.batched = entry, staged.batched
-        self.program = split(component.program, entry)
-        self.early = Executor(self.program, weights.again(resident=False), stream=True)
+        weights = staged.component.executor.weights
+        self.entry, self.batched, keep = entry, staged.batched, staged.keep
+        self.program = split(staged.component.program, entry)
+        early = weights.again(resident=keep)
+        self.early = Executor(self.program, early, stream=not keep)
         self.loop = Executor(self.program, weights.again(resident=True), compile=staged.compile)
 
-    def prepare(self, values: Values, rows: Mapping[str, mx.array]) -> "Prepared":
-        known = dict(values)
-        stacked = dict(rows)
-        for part in self.program.entries[:-1]:
+    def advance(self, stages: Sequence[str], known: Values, stacked: dict[str, mx.array]) -> None:
+        """Run the parts of these stages; what they give is added, `stacked` where it has rows."""
+        for part in (e for e in self.program.entries if e.name in stages):
             given = {i.name: known[i.name] for i in part.inputs if i.name not in stacked}
             over = {i.name: stacked[i.name] for i in part.inputs if i.name in stacked}
             fixed, each = self.early.evaluate_over(part, given, over, batched=self.batched)
             known.update(fixed)
             stacked.update(each)
-        self.early.weights.release()
-        return Prepared(self, known, stacked)
+        if self.early.stream:
+            self.early.weights.release()
 
     def weight_bytes(self) -> dict[str, int]:
         names = [set(weights_read(self.program, part)) for part in self.program.entries]
@@ -123,6 +111,35 @@ class _Parts:
         found["all"] = weights.nbytes(set().union(*names))
         weights.release()
         return found
+
+
+class Begun:
+    """A generation whose prompt is known: `at` makes the loop's model for a schedule."""
+
+    def __init__(self, parts: _Parts, values: Values) -> None:
+        self._parts, self._known = parts, dict(values)
+        parts.advance(("constant", "prompt"), self._known, {})
+
+    def at(self, schedule: Mapping[str, mx.array]) -> "Prepared":
+        """Compute what the schedule decides; its inputs as (steps, *shape), the others as begun."""
+        known, stacked = dict(self._known), self._rows(schedule)
+        self._parts.advance(("schedule",), known, stacked)
+        return Prepared(self._parts, known, stacked)
+
+    def _rows(self, schedule: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        """The schedule by input name, each row in the dtype that the entry takes."""
+        entry, executor = self._parts.entry, self._parts.early
+        known = {i.path: i for i in entry.inputs if i.stage == "schedule"}
+        unknown = [path for path in schedule if path not in known]
+        if unknown:
+            raise MlxconvError(
+                f"{executor.program.class_name}.{entry.name}: {', '.join(unknown)} cannot change "
+                f"from step to step; {', '.join(known) or 'nothing'} can"
+            )
+        return {
+            known[path].name: mx.stack([as_input(known[path], v, executor.compute) for v in value])
+            for path, value in schedule.items()
+        }
 
 
 class Prepared:
