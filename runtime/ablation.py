@@ -1,7 +1,8 @@
 """`bench --ablate`: what the field argues about, one change a row, measured side by side.
 
-A round runs every row once, each in a process of its own; ratios are to the same round's first row,
-so that a machine that slows down slows both.
+A round runs every row once, each in a process of its own, and the defaults before, after, and every
+few rows between. A row's ratio is to the defaults' runs on both sides of it, so that a machine that
+is busy for a while slows both.
 """
 
 import statistics
@@ -30,6 +31,8 @@ from .program import Program
 from .unfusing import table_inputs, uses
 
 Say = Callable[[str], None]
+Run = dict[str, Any]
+_BETWEEN = 4  # rows from one run of the defaults to the next
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class AblationReport:
-    """The table; `left_out` says which rows this program has nothing for, and why."""
+    """The table, in Markdown; `left_out` says which rows this program has nothing for, and why."""
 
     settings: Settings
     about: dict[str, Any]
@@ -148,15 +151,13 @@ def ablate(settings: Settings, say: Say = lambda text: None) -> AblationReport:
         runner = _Runner(settings, job, about["dims"], rows, Path(folder), say)
         rounds = [runner.round(i) for i in range(settings.repeat)]
         differences = [_difference(Path(folder), i) for i in range(len(rows))]
-    base = [one[0] for one in rounds]
-    measured = []
-    for i, row in enumerate(rows):
-        mine = [one[i + 1] for one in rounds]
-        measured.append(
-            Measured(row, figures(mine), _ratio(mine, base, "loop"), _ratio(mine, base, "cpu"),
-                     differences[i])
-        )  # fmt: skip
-    return AblationReport(settings, about, figures(base), measured, left_out)
+    base = figures([run for one in rounds for run in one.defaults])
+    measured = [
+        Measured(row, figures([one.rows[i] for one in rounds]), _ratio(rounds, i, "loop"),
+                 _ratio(rounds, i, "cpu"), differences[i])
+        for i, row in enumerate(rows)
+    ]  # fmt: skip
+    return AblationReport(settings, about, base, measured, left_out)
 
 
 def _applicable(program: Program, settings: Settings) -> tuple[list[Row], dict[str, str]]:
@@ -190,6 +191,20 @@ def _unfit(program: Program, row: Row, settings: Settings) -> str | None:
     return None
 
 
+@dataclass
+class _Round:
+    """Each row's run, and those of the defaults: before row 0, before row `_BETWEEN`, ..., last."""
+
+    defaults: list[Run]
+    rows: list[Run]
+
+    def ratio(self, row: int, key: str) -> float:
+        """A row's figure over the mean of the defaults' on both sides of it."""
+        before = row // _BETWEEN
+        around = [run[key] for run in self.defaults[before : before + 2]]
+        return float(self.rows[row][key] / statistics.mean(around))
+
+
 @dataclass(frozen=True)
 class _Runner:
     settings: Settings
@@ -199,28 +214,31 @@ class _Runner:
     folder: Path
     say: Say
 
-    def round(self, number: int) -> list[dict[str, Any]]:
+    def round(self, number: int) -> _Round:
         """The defaults and every row, once each."""
-        changes: list[Mapping[str, Any]] = [{}, *(row.change for row in self.rows)]
-        runs = []
-        for i, change in enumerate(changes):
-            given = {**asdict(self.job), **change, "gemm": False, "final": f"{self.folder}/{i}.npy"}
-            runs.append(repetition(given, self.dims))
-            what = f"{self.rows[i - 1].question}: {self.rows[i - 1].variant}" if i else "defaults"
-            seconds = runs[-1]["loop"] / runs[-1]["count"]
-            of = self.settings.repeat
-            self.say(f"round {number + 1} of {of}: {what}: {seconds:.4f} s a step")
-        return runs
+        self.say(f"round {number + 1} of {self.settings.repeat}")
+        made = _Round([], [])
+        for i, row in enumerate(self.rows):
+            if i % _BETWEEN == 0:
+                made.defaults.append(self._run("defaults", {}, "defaults"))
+            made.rows.append(self._run(f"{row.question}: {row.variant}", row.change, str(i)))
+        made.defaults.append(self._run("defaults", {}, "defaults"))
+        return made
+
+    def _run(self, what: str, change: Mapping[str, Any], name: str) -> Run:
+        final = f"{self.folder}/{name}.npy"
+        run = repetition({**asdict(self.job), **change, "gemm": False, "final": final}, self.dims)
+        self.say(f"{what}: {run['loop'] / run['count']:.4f} s a step")
+        return run
 
 
-def _ratio(mine: list[dict[str, Any]], base: list[dict[str, Any]], key: str) -> float:
-    ratios: list[float] = [a[key] / b[key] for a, b in zip(mine, base, strict=True)]
-    return statistics.median(ratios)
+def _ratio(rounds: list[_Round], row: int, key: str) -> float:
+    return statistics.median(one.ratio(row, key) for one in rounds)
 
 
 def _difference(folder: Path, row: int) -> float | None:
     """Relative L2 distance of a row's last latents to those of the defaults."""
-    base, mine = (np.load(folder / f"{i}.npy").astype(np.float64) for i in (0, row + 1))
+    base, mine = (np.load(folder / f"{name}.npy").astype(np.float64) for name in ("defaults", row))
     if base.shape != mine.shape:
         return None
     return float(np.linalg.norm(mine - base) / np.linalg.norm(base))
