@@ -1,5 +1,6 @@
 # make demo: tiny checkpoint -> bf16, 8bit, 4bit bundles -> verified -> run -> table
 # make test: ruff, mypy --strict, pytest
+# make figures: those classes and the core ones, their figures written down
 # make coverage: every other class that has a recipe, held to the same contract
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +11,7 @@ TORCH := 2.13.0
 TORCH_INDEX ?=
 TORCH_SPEC := torch==$(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: demo test coverage lint clean env
+.PHONY: demo test coverage figures lint clean env
 
 demo: env
 	$(BIN)/mlxconv demo
@@ -20,6 +21,12 @@ test: lint
 
 coverage: env
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m coverage
+
+# Measures every class again and writes down what `mlxconv models` and docs/MODELS.md show.
+figures: env
+	MLXCONV_FIGURES=$(CURDIR)/recipes/parity.json $(BIN)/python -m pytest -q -n 2 --dist loadgroup \
+		tests/convert/test_recipes.py -k keeps_the_contract
+	$(BIN)/mlxconv models --markdown > docs/MODELS.md
 
 lint: env
 	$(BIN)/ruff check src convert runtime tests

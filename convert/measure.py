@@ -146,7 +146,7 @@ def _measured(
 
 
 def write_figures(path: Path, measured: Sequence[Measured], versions: Mapping[str, str]) -> None:
-    """Figures as JSON, rounded to the digits that mean something, beside those of other classes."""
+    """Figures as JSON, rounded to the digits that mean something, beside those of others."""
     rows = [
         {k: float(f"{v:.2e}") if isinstance(v, float) else v for k, v in asdict(m).items()}
         for m in measured
@@ -157,9 +157,9 @@ def write_figures(path: Path, measured: Sequence[Measured], versions: Mapping[st
 
 
 def _merge(path: Path, rows: list[dict[str, Any]], versions: Mapping[str, str]) -> None:
-    new = {row["class_name"] for row in rows}
+    new = {(row["class_name"], row["variant"]) for row in rows}
     known = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
-    kept = [row for row in known if row["class_name"] not in new]
+    kept = [row for row in known if (row["class_name"], row["variant"]) not in new]
     order = {q: i for i, q in enumerate(PRECISIONS)}
     rows = sorted(
         [*kept, *rows], key=lambda row: (row["class_name"], row["variant"], order[str(row["q"])])

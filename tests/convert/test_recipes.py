@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from itertools import product
@@ -17,8 +18,9 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from mlxconv.convert.bundle_files import versions
 from mlxconv.convert.forwards import mlx_inputs
-from mlxconv.convert.measure import measure
+from mlxconv.convert.measure import measure, write_figures
 from mlxconv.convert.model_class import find_class
 from mlxconv.convert.quantization import matches
 from mlxconv.convert.recipe import Recipe, all_recipes, example_inputs, load_recipe
@@ -80,6 +82,8 @@ def test_a_recipe_keeps_the_contract(class_name: str, variant: str | None, tmp_p
         check_stages(tmp_path / "fp32", recipe, variant)
     if variant is None and kind_of(recipe) == "denoiser":
         check_sizes(tmp_path, recipe)
+    if "MLXCONV_FIGURES" in os.environ:  # `make figures`: what `mlxconv models` shows
+        write_figures(Path(os.environ["MLXCONV_FIGURES"]), list(measured.values()), versions())
 
 
 @functools.cache
