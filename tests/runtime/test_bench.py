@@ -174,3 +174,11 @@ def test_a_size_that_the_model_does_not_take_is_told(flux_bundle: Bundles) -> No
 def test_memory_counts_from_the_loop(flux_bundle: Bundles) -> None:
     found = run(job(flux_bundle("fp32"), gemm=False))
     assert 0 < found["peak_bytes"] <= mx.get_peak_memory()
+
+
+def test_a_row_is_held_against_the_defaults_on_both_sides() -> None:
+    defaults = [{"loop": seconds} for seconds in (1.0, 3.0, 9.0)]
+    rows = [{"loop": 4.0}] * 5
+    made = ablation._Round(defaults, rows)
+    assert made.ratio(0, "loop") == made.ratio(3, "loop") == 2
+    assert made.ratio(4, "loop") == pytest.approx(4 / 6)
