@@ -150,7 +150,7 @@ def ablate(settings: Settings, say: Say = lambda text: None) -> AblationReport:
     with tempfile.TemporaryDirectory() as folder:
         runner = _Runner(settings, job, about["dims"], rows, Path(folder), say)
         rounds = [runner.round(i) for i in range(settings.repeat)]
-        differences = [_difference(Path(folder), i) for i in range(len(rows))]
+        differences = [_difference(Path(folder), i, row) for i, row in enumerate(rows)]
     base = figures([run for one in rounds for run in one.defaults])
     measured = [
         Measured(row, figures([one.rows[i] for one in rounds]), _ratio(rounds, i, "loop"),
@@ -236,9 +236,11 @@ def _ratio(rounds: list[_Round], row: int, key: str) -> float:
     return statistics.median(one.ratio(row, key) for one in rounds)
 
 
-def _difference(folder: Path, row: int) -> float | None:
-    """Relative L2 distance of a row's last latents to those of the defaults."""
-    base, mine = (np.load(folder / f"{name}.npy").astype(np.float64) for name in ("defaults", row))
-    if base.shape != mine.shape:
+def _difference(folder: Path, number: int, row: Row) -> float | None:
+    """Relative L2 distance of a row's last latents to those of the defaults, of as many samples."""
+    base, mine = (
+        np.load(folder / f"{name}.npy").astype(np.float64) for name in ("defaults", number)
+    )
+    if base.shape != mine.shape or row.change.get("guidance") == "batched":
         return None
     return float(np.linalg.norm(mine - base) / np.linalg.norm(base))

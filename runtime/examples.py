@@ -88,7 +88,7 @@ def entry_at(
     table = config.get("mlxconv", {}).get("sizes") or {}
     entries = [e for e in program.entries if e.name == name] or [program.entry(name)]
     asked = {**_pixel_dims(program, table, config, sizes.pixels), **sizes.asked()}
-    free = {n for e in entries for n in (*_symbols(e), *_integers(e, table).values())}
+    free = {n for e in entries for n in (*e.sizes, *_symbols(e), *_integers(e, table).values())}
     known = {*table.get("dims", {}), *free, "batch"}
     unknown = sorted(set(sizes.asked()) - known)
     if unknown:
