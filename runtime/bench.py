@@ -193,29 +193,41 @@ def bench(settings: Settings, say: Say = lambda text: None) -> BenchReport:
     about = describe(settings)
     with tempfile.TemporaryDirectory() as folder:
         peer = _peer(settings, about, Path(folder))
-        jobs = asdict(settings.job()) | {
-            "output": f"{folder}/ours.npy", "inputs": f"{folder}/inputs.npz",
-        }  # fmt: skip
-        runs: list[dict[str, Any]] = []
-        peers: list[dict[str, Any]] = []
-        for i in range(settings.repeat):
-            runs.append(repetition(jobs, about["dims"]))
-            say(f"repetition {i + 1}: mlxconv {statistics.median(runs[-1]['steps']):.4f} s")
-            if peer is not None:
-                peers.append(run_apart(peer, f"{settings.against} cannot run it: "))
-                median = statistics.median(peers[-1]["steps"])
-                say(f"repetition {i + 1}: {settings.against} {median:.4f} s")
-        about |= {"dims": runs[0]["dims"], "dtype": runs[0]["dtype"], "class": runs[0]["class"]}
-        ours = figures(runs)
-        if not peers:
-            return BenchReport(settings, about, ours)
-        pairs = list(zip(runs, peers, strict=True))
-        ratio = statistics.median(_median(a) / _median(b) for a, b in pairs)
-        cpu_ratio = statistics.median(a["cpu"] / b["cpu"] for a, b in pairs)
-        return BenchReport(
-            settings, about, ours, figures(peers), ratio, cpu_ratio,
-            _difference(Path(folder)), peers[0]["version"],
-        )  # fmt: skip
+        runs, peers = _alternate(settings, about, peer, Path(folder), say)
+        about |= {key: runs[0][key] for key in ("dims", "dtype", "class")}
+        report = BenchReport(settings, about, figures(runs))
+        return report if not peers else _beside(report, runs, peers, Path(folder))
+
+
+def _alternate(
+    settings: Settings, about: dict[str, Any], peer: list[str] | None, folder: Path, say: Say
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Our repetitions and the peer's, turn about."""
+    files = {"output": f"{folder}/ours.npy", "inputs": f"{folder}/inputs.npz"}
+    runs: list[dict[str, Any]] = []
+    peers: list[dict[str, Any]] = []
+    for i in range(settings.repeat):
+        runs.append(repetition({**asdict(settings.job()), **files}, about["dims"]))
+        say(f"repetition {i + 1}: mlxconv {_median(runs[-1]):.4f} s")
+        if peer is not None:
+            peers.append(run_apart(peer, f"{settings.against} cannot run it: "))
+            say(f"repetition {i + 1}: {settings.against} {_median(peers[-1]):.4f} s")
+    return runs, peers
+
+
+def _beside(
+    report: BenchReport, runs: list[dict[str, Any]], peers: list[dict[str, Any]], folder: Path
+) -> BenchReport:
+    """The report with the peer's figures; ratios are medians over pairs of repetitions."""
+    pairs = list(zip(runs, peers, strict=True))
+    return replace(
+        report,
+        peer=figures(peers),
+        ratio=statistics.median(_median(a) / _median(b) for a, b in pairs),
+        cpu_ratio=statistics.median(a["cpu"] / b["cpu"] for a, b in pairs),
+        rel_l2=_difference(folder),
+        peer_version=peers[0]["version"],
+    )
 
 
 def with_component(settings: Settings) -> Settings:

@@ -211,3 +211,28 @@ def test_the_recipe_of_a_bundle_is_read_each_time(tmp_path):
     assert bundle_recipe(tmp_path, "DiTTransformer2DModel") is shipped
     (tmp_path / "recipe.toml").write_text(MINIMAL)
     assert bundle_recipe(tmp_path, "DiTTransformer2DModel").class_name == "Thing"
+
+
+SIZED = [name for name, recipe in all_recipes().items() if recipe.sizes]
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_an_image_of_512_pixels_decides_sizes(name: str) -> None:
+    recipe = load_recipe(name)
+    names = {**recipe.tiny_config(), "W": 512, "H": 512}
+    assert all(evaluate(text, names) > 0 for text in recipe.sizes.values())
+
+
+def test_convert_takes_from_pixels_only_what_is_built_in() -> None:
+    assert load_recipe("DiTTransformer2DModel").fixed_sizes() == {"size": "H // 8"}
+    assert load_recipe("FluxTransformer2DModel").fixed_sizes() == {}
+
+
+def test_a_bundle_keeps_what_decides_its_sizes() -> None:
+    recipe = load_recipe("QwenImageTransformer2DModel")
+    table = recipe.sizes_table(recipe.tiny_config())
+    assert table["dims"] == {"batch": 2, "height": 6, "width": 4, "text_tokens": 11}
+    assert table["pixels"]["height"] == "H // 16"
+    assert table["arguments"] == {
+        "forward": {"img_shapes.0.0.1": "height", "img_shapes.0.0.2": "width"}
+    }
