@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import resource
 import shutil
 import sys
@@ -58,7 +57,6 @@ def convert(
     if not chosen.dry_run:
         check_target(Path(out), chosen.force, checkpoint.path)
     jobs = prepare(run)
-    gc.collect()
     check_interrupt()
     needed = bundle_bytes(checkpoint, jobs)
     if not chosen.dry_run:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -63,8 +65,26 @@ def compile_program(
     if key not in _RECENT:
         while len(_RECENT) >= _KEPT:
             _RECENT.pop(next(iter(_RECENT)))
-        _RECENT[key] = _compile(cls, config, recipe, choices or fixed_dims(recipe, sizes))
+        with _without_leftovers():
+            _RECENT[key] = _compile(cls, config, recipe, choices or fixed_dims(recipe, sizes))
     return _RECENT[key]
+
+
+@contextlib.contextmanager
+def _without_leftovers() -> Iterator[None]:
+    """Afterwards the memory of a trace, which is full of cycles, is free again.
+
+    What was there before is not looked through: with torch's modules loaded that takes a second.
+    """
+    ours = gc.get_freeze_count() == 0
+    if ours:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        gc.collect()
+        if ours:
+            gc.unfreeze()
 
 
 _RECENT: dict[str, Compiled] = {}

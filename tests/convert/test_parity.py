@@ -309,6 +309,18 @@ def test_the_variant_converted_is_the_one_compared_with(
     assert verify(tmp_path / "out", source).passed
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1.0, 1e25])
+def test_sums_in_float32_are_those_in_float64(scale: float) -> None:
+    rng = np.random.default_rng(0)
+    exact = (scale * rng.standard_normal(200_000)).astype(np.float32)
+    near = (exact * (1 + 1e-6 * rng.standard_normal(200_000))).astype(np.float32)
+    quick, slow = Sums(), Sums()
+    quick.add(near, exact)
+    slow.add(near.astype(np.float64), exact.astype(np.float64))
+    for name in ("rel_l2", "cosine", "max_rel", "sqnr_db"):
+        assert getattr(quick, name) == pytest.approx(getattr(slow, name), rel=1e-5)
+
+
 @pytest.mark.parametrize("special", [None, np.nan, np.inf, 3e38])
 def test_equal_values_sum_as_if_compared(special: float | None) -> None:
     values = np.random.default_rng(0).standard_normal(3_000_000, dtype=np.float32)
