@@ -15,11 +15,11 @@ import mlx.core as mx
 import numpy as np
 import torch
 
-from mlxconv.runtime.bench_worker import Job, example_of
 from mlxconv.runtime.bundle import load_component
 from mlxconv.runtime.errors import MlxconvError
-from mlxconv.runtime.examples import Example
-from mlxconv.runtime.machine import peak_rss_bytes
+from mlxconv.runtime.measuring.examples import Example
+from mlxconv.runtime.measuring.machine import peak_rss_bytes
+from mlxconv.runtime.measuring.worker import Job, example_of
 
 from .checkpoint import open_checkpoint
 from .recipe import bundle_recipe

@@ -61,8 +61,8 @@ def denoise(
     """Latents (batch, ...) at the end of the schedule, evaluated.
 
     latents: at its beginning, noise already scaled. noise: standard normal of the latents' shape
-    for a call's number, asked for where `schedule.draws` says so. callback: after each step; the loop ends early,
-    with the latents so far, where it returns False.
+    for a call's number, asked for where `schedule.draws` says so. callback: after each step; the
+    loop ends early, with the latents so far, where it returns False.
     """
     if schedule.stochastic and noise is None:
         raise MlxconvError("this scheduler is stochastic: pass noise, a function of the step")

@@ -238,14 +238,14 @@ def bench(
     as_json: bool, verbose: bool, debug: bool, **options: Any,
 ) -> None:  # fmt: skip
     """How long a denoising step of BUNDLE takes, beside its memory and a peer's."""
-    from .runtime.bench import Settings
-    from .runtime.bench import bench as run
+    from .runtime.measuring.bench import Settings
+    from .runtime.measuring.bench import bench as run
 
     chosen = (10 if ablate else 4) if steps is None else steps
     settings = Settings(bundle.expanduser(), steps=chosen, dims=dict(dims), **options)
     told = say if verbose or not as_json else lambda text: None
     if ablate:
-        from .runtime.ablation import ablate as run_rows
+        from .runtime.measuring.ablation import ablate as run_rows
 
         table = run_rows(settings, told)
         _emit(as_json, table.as_json(), table.as_text())
@@ -264,8 +264,8 @@ def profile(
     **options: Any,
 ) -> None:  # fmt: skip
     """Where a generation's time goes: its phases; inside a step, blocks and ops."""
-    from .runtime.bench import Settings
-    from .runtime.profiling import profile as run
+    from .runtime.measuring.bench import Settings
+    from .runtime.measuring.profiling import profile as run
 
     report = run(Settings(bundle.expanduser(), dims=dict(dims), **options))
     _emit(as_json, report.as_json(), report.as_text())

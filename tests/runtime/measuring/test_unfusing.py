@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from mlxconv.runtime.bundle import load_component
-from mlxconv.runtime.examples import Sizes, make_example
-from mlxconv.runtime.ops import OPS
-from mlxconv.runtime.unfusing import (
+from mlxconv.runtime.measuring.examples import Sizes, make_example
+from mlxconv.runtime.measuring.unfusing import (
     ELEMENTWISE,
     MANUAL,
     apart,
@@ -21,8 +20,9 @@ from mlxconv.runtime.unfusing import (
     uses,
     with_ids_in_the_loop,
 )
+from mlxconv.runtime.ops import OPS
 
-from ..conftest import Bundles
+from ...conftest import Bundles
 
 RANDOM = np.random.default_rng(0)
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import MlxconvError
+from ..program import Program
 from .bench import (
     Figures,
     Settings,
@@ -25,10 +27,8 @@ from .bench import (
     repetition,
     with_component,
 )
-from .bench_worker import Job
-from .errors import MlxconvError
-from .program import Program
 from .unfusing import table_inputs, uses
+from .worker import Job
 
 Say = Callable[[str], None]
 Run = dict[str, Any]

@@ -13,13 +13,13 @@ import pytest
 from click.testing import CliRunner
 
 from mlxconv.cli import cli
-from mlxconv.runtime import ablation
-from mlxconv.runtime.ablation import ROWS, ablate
-from mlxconv.runtime.bench import Settings, bench
-from mlxconv.runtime.bench_worker import Job, run
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.measuring import ablation
+from mlxconv.runtime.measuring.ablation import ROWS, ablate
+from mlxconv.runtime.measuring.bench import Settings, bench
+from mlxconv.runtime.measuring.worker import Job, run
 
-from ..conftest import Bundles
+from ...conftest import Bundles
 
 TINY = {"pixels": (64, 64), "dims": {"text_tokens": 8}}
 

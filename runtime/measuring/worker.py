@@ -1,6 +1,6 @@
 """One repetition of a benchmark, in a process of its own: a job as JSON in, figures as JSON out.
 
-    python -m mlxconv.runtime.bench_worker '{"bundle": "...", ...}'
+    python -m mlxconv.runtime.measuring.worker '{"bundle": "...", ...}'
 
 A change to the job is a row of `bench --ablate`; what it does to the program or to the op set
 (`unfusing.py`) ends with the process.
@@ -17,16 +17,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .bundle import LoadedComponent, load_component
-from .denoise import LoopSettings, Progress, denoise
-from .errors import MlxconvError
+from ..bundle import LoadedComponent, load_component
+from ..denoise import LoopSettings, Progress, denoise
+from ..errors import MlxconvError
+from ..schedulers import Schedule, make_schedule, scheduler_of
+from ..staging import Staged
+from ..weights import Weights
 from .examples import Example, Sizes, make_example
 from .flops import gemm_seconds, step_products
 from .machine import peak_rss_bytes
-from .schedulers import Schedule, make_schedule, scheduler_of
-from .staging import Staged
 from .unfusing import apply_change, with_ids_in_the_loop
-from .weights import Weights
 
 Model = Callable[[int, mx.array], mx.array]
 EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler"}

@@ -8,11 +8,11 @@ import mlx.core as mx
 import pytest
 
 from mlxconv.runtime.bundle import load_component
-from mlxconv.runtime.examples import Sizes, make_example
-from mlxconv.runtime.flops import Gemm, Products, gemm_seconds, gemms_of, step_products
+from mlxconv.runtime.measuring.examples import Sizes, make_example
+from mlxconv.runtime.measuring.flops import Gemm, Products, gemm_seconds, gemms_of, step_products
 from mlxconv.runtime.ops import OPS
 
-from ..conftest import Bundles
+from ...conftest import Bundles
 
 PRODUCTS = {
     "linear": ({"x": (2, 5, 8), "weight": (3, 8)}, [(1, 10, 8, 3)]),

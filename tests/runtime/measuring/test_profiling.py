@@ -10,11 +10,11 @@ import pytest
 from click.testing import CliRunner
 
 from mlxconv.cli import cli
-from mlxconv.runtime.bench import Settings
 from mlxconv.runtime.bundle import load_component
-from mlxconv.runtime.profiling import PHASES, ProfileReport, measure
+from mlxconv.runtime.measuring.bench import Settings
+from mlxconv.runtime.measuring.profiling import PHASES, ProfileReport, measure
 
-from ..conftest import Bundles
+from ...conftest import Bundles
 
 
 def invoke(bundle: Path, *options: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlxconv.runtime.errors import MlxconvError
-from mlxconv.runtime.examples import Sizes, entry_at, make_example, text_sizes
+from mlxconv.runtime.measuring.examples import Sizes, entry_at, make_example, text_sizes
 from mlxconv.runtime.program import Entry, Input, Program
 
 LATENTS = Input("hidden_states", "hidden_states", "compute[batch, height * width, 4]", "step")

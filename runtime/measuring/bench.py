@@ -16,17 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from .bench_worker import GUIDANCE, Job
-from .bundle import default_dtype, is_bundle, open_bundle, program_of, read_json
-from .errors import MlxconvError
+from ..bundle import default_dtype, is_bundle, open_bundle, program_of, read_json
+from ..errors import MlxconvError
+from ..executor import COMPILE_MODES
 from .examples import Sizes, entry_at
-from .executor import COMPILE_MODES
 from .machine import described, environment
+from .worker import GUIDANCE, Job
 
 DENOISERS = ("transformer", "unet", "prior", "decoder")
 AGAINST = ("none", "diffusers", "mflux")
 MFLUX_CLASSES = ("FluxTransformer2DModel", "QwenImageTransformer2DModel")
 Say = Callable[[str], None]
+_WORKER = "mlxconv.runtime.measuring.worker"
 
 
 @dataclass(frozen=True)
@@ -275,7 +276,7 @@ def component_facts(bundle: Path, component: str | None) -> tuple[Any, dict[str,
 def repetition(job: dict[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
     """One job in a process of its own; `dims` are told where it fails."""
     try:
-        return run_apart([sys.executable, "-m", "mlxconv.runtime.bench_worker", json.dumps(job)])
+        return run_apart([sys.executable, "-m", _WORKER, json.dumps(job)])
     except MlxconvError as error:
         at = ", ".join(f"{name}={size}" for name, size in dims.items())
         raise MlxconvError(f"{error}; run at {at}: does another --size or --dim fit it?") from None

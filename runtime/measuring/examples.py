@@ -13,10 +13,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .errors import MlxconvError
-from .expressions import evaluate, names_in
-from .ops import dtype_of
-from .program import Entry, Input, Program
+from ..errors import MlxconvError
+from ..expressions import evaluate, names_in
+from ..ops import dtype_of
+from ..program import Entry, Input, Program
 
 PIXELS = (512, 512)  # width and height, where no size is asked for
 _GUIDANCE = 4.0  # times 1000 exact in bf16, to which models round it

@@ -18,17 +18,17 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..bundle import LoadedComponent, is_bundle, load_component, open_bundle
+from ..denoise import denoise
+from ..errors import MlxconvError
+from ..executor import observed
+from ..program import Node
+from ..schedulers import make_schedule, scheduler_of
+from ..staging import Prepared, Staged
 from .bench import Settings, describe, machine_line, run_apart, with_component
-from .bundle import LoadedComponent, is_bundle, load_component, open_bundle
-from .denoise import denoise
-from .errors import MlxconvError
 from .examples import Example, Sizes, make_example, text_sizes
-from .executor import observed
 from .flops import flops_of, gemms_of
 from .machine import peak_rss_bytes
-from .program import Node
-from .schedulers import make_schedule, scheduler_of
-from .staging import Prepared, Staged
 
 PHASES = ("load", "encode", "prepare", "first_step", "step", "decode")
 EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler"}
@@ -349,7 +349,7 @@ def profile(settings: Settings) -> ProfileReport:
     settings = with_component(settings)
     about = describe(settings)
     data = {**asdict(settings), "bundle": str(settings.bundle)}
-    command = [sys.executable, "-m", "mlxconv.runtime.profiling", json.dumps(data)]
+    command = [sys.executable, "-m", "mlxconv.runtime.measuring.profiling", json.dumps(data)]
     return ProfileReport(settings, about, run_apart(command))
 
 

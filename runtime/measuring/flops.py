@@ -10,11 +10,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from .bundle import LoadedComponent
+from ..bundle import LoadedComponent
+from ..executor import Executor, observed
+from ..program import Node, refs
+from ..stages import split
 from .examples import Example
-from .executor import Executor, observed
-from .program import Node, refs
-from .stages import split
 
 Gemm = tuple[int, int, int, int]  # batch, M, K, N: (batch, M, K) by (batch, K, N)
 

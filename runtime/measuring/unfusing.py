@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from .bundle import LoadedComponent
-from .errors import MlxconvError
-from .executor import Executor
-from .oplib import elementwise
-from .oplib.norms import _per_half
-from .ops import OPS
-from .program import Arg, Block, Body, Entry, Node, Program, refs
+from ..bundle import LoadedComponent
+from ..errors import MlxconvError
+from ..executor import Executor
+from ..oplib import elementwise
+from ..oplib.norms import _per_half
+from ..ops import OPS
+from ..program import Arg, Block, Body, Entry, Node, Program, refs
 
 _Body = TypeVar("_Body", bound=Body)
 
