@@ -29,6 +29,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx import Node
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
@@ -367,7 +368,8 @@ def _tracing(module: nn.Module, apart: set[str] | None) -> Iterator[set[str]]:
 
 @contextlib.contextmanager
 def _lean_nodes() -> Iterator[None]:
-    """Inside, torch notes of a node what is read here, and remembers no operation.
+    """Inside, torch notes of a node what is read here, remembers no operation, and writes no Python
+    for a graph that nobody calls.
 
     A fifth of the time goes into Python's stack and the memory layout of each value, and into
     looking up operations that differ in their symbolic sizes.
@@ -381,7 +383,8 @@ def _lean_nodes() -> Iterator[None]:
     for holder, name, value in settings:
         setattr(holder, name, value)
     try:
-        yield
+        with _use_lazy_graph_module(True):
+            yield
     finally:
         for (holder, name, _), value in zip(settings, before):
             setattr(holder, name, value)

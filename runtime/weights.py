@@ -165,11 +165,14 @@ class Weights:
         self._quantization = Specs(config.get("quantization") or {}, str(folder))
         self._open: dict[str, dict[str, mx.array]] = {}
         self._held: dict[str | tuple[str, ...], Any] = {}
+        self._laid_out = resident
 
     def again(self, *, resident: bool) -> "Weights":
-        """The same files and precision, with nothing read yet."""
+        """The same files and precision, with nothing read yet; laid out as resident weights are,
+        so that products are the same to the bit."""
         other = copy(self)
         other.resident, other._open, other._held = resident, {}, {}
+        other._laid_out = True
         return other
 
     def nbytes(self, names: Iterable[str]) -> int:
@@ -181,11 +184,10 @@ class Weights:
         if name in self._held:
             return self._held[name]  # type: ignore[no-any-return]
         held = self._read(name)
-        if not self.resident:
-            return held
-        if name in self.parameters and self.parameters[name].kind == "linear":
+        linear = name in self.parameters and self.parameters[name].kind == "linear"
+        if linear and self._laid_out:
             held = _for_products(held)
-        return self._keep(name, held)  # type: ignore[no-any-return]
+        return self._keep(name, held) if self.resident else held
 
     def stack(self, names: tuple[str | None, ...]) -> Stack:
         """Several tensors as one stack; the separate ones are not kept."""
@@ -193,10 +195,9 @@ class Weights:
         if key in self._held:
             return self._held[key]  # type: ignore[no-any-return]
         stack = Stack.of(None if name is None else self._read(name) for name in names)
-        if not self.resident:
-            return stack
-        stack.stacked = _for_products(stack.stacked)
-        return self._keep(key, stack)  # type: ignore[no-any-return]
+        if self._laid_out:
+            stack.stacked = _for_products(stack.stacked)
+        return self._keep(key, stack) if self.resident else stack
 
     def _keep(self, key: str | tuple[str, ...], held: Any) -> Any:
         """Hold a weight, computed: a compiled function would cast or join a lazy one each time."""

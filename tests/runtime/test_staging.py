@@ -64,6 +64,16 @@ def test_a_staged_step_equals_the_whole_entry(
         assert rel_l2(staged(step, hidden_states=latents), whole) <= 1e-5
 
 
+@pytest.mark.parametrize("q", ["fp32", "4bit"])
+def test_step_by_step_a_staged_run_is_bit_identical(flux_bundle: Bundles, q: str) -> None:
+    model = load_component(flux_bundle(q))
+    inputs = arrays(model)
+    staged = Staged(model, compile="off", batched=False).prepare(inputs, schedule())
+    for step, time in enumerate(TIMES):
+        whole = model(**inputs, timestep=mx.full((2,), time))
+        assert mx.array_equal(staged(step, hidden_states=inputs["hidden_states"]), whole)
+
+
 def test_many_steps_are_one_trace(flux: LoadedComponent) -> None:
     inputs = arrays(flux)
     staged = Staged(flux)
