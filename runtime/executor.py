@@ -172,6 +172,11 @@ class Executor:
             )
         return outputs, found
 
+    def load(self, entry: Entry) -> None:
+        """Read the weights of an entry now, and keep them, if they are to be resident."""
+        for key in _weight_keys(self.program, entry, "") if self.weights.resident else ():
+            self._weight(key)
+
     def bind(self, entry: str, inputs: Mapping[str, Any]) -> tuple[Entry, dict[str, Any]]:
         """The entry that takes inputs of these sizes, and the values of its inputs by name."""
         return binding.bind(self.program, entry, inputs, self.compute)

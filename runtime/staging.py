@@ -20,7 +20,7 @@ Values = dict[str, Any]
 
 
 class Staged:
-    """One entry of a component, for a loop. Weights of the loop are kept once they were used.
+    """One entry of a component, for a loop. Weights of the loop are read before it, and kept.
 
     `compile` is that of the loop (see `Executor`). `batched` computes the schedule's part for all
     steps in one operation a node, instead of step by step: equal up to the order of summation.
@@ -124,6 +124,7 @@ class Begun:
         """Compute what the schedule decides; its inputs as (steps, *shape), the others as begun."""
         known, stacked = dict(self._known), self._rows(schedule)
         self._parts.advance(("schedule",), known, stacked)
+        self._parts.loop.load(self._parts.program.entries[-1])
         return Prepared(self._parts, known, stacked)
 
     def _rows(self, schedule: Mapping[str, mx.array]) -> dict[str, mx.array]:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ DENOISERS = ("transformer", "unet", "prior", "decoder")
 AGAINST = ("none", "diffusers", "mflux")
 MFLUX_CLASSES = ("FluxTransformer2DModel", "QwenImageTransformer2DModel")
 Say = Callable[[str], None]
+MFLUX_SCRIPT = ("convert", "mflux_peer.py")  # of the package: mflux's interpreter runs it
 _WORKER = "mlxconv.runtime.measuring.worker"
 
 
@@ -386,7 +388,7 @@ def _mflux(settings: Settings, about: dict[str, Any], job: dict[str, Any]) -> li
         raise MlxconvError(
             f"{settings.mflux_python}: mflux is not installed there; `pip install mflux`"
         )
-    script = Path(__file__).parent.parent / "convert" / "mflux_peer.py"
+    script = files("mlxconv").joinpath(*MFLUX_SCRIPT)
     return [settings.mflux_python, str(script), json.dumps(job)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from mlxconv.cli import cli
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.measuring import ablation
 from mlxconv.runtime.measuring.ablation import ROWS, ablate
-from mlxconv.runtime.measuring.bench import Settings, bench
+from mlxconv.runtime.measuring.bench import MFLUX_SCRIPT, Settings, bench
 from mlxconv.runtime.measuring.worker import Job, run
 
 from ...conftest import Bundles
@@ -147,6 +148,10 @@ def test_what_cannot_be_measured_is_said_before_anything_runs(
 ) -> None:
     with pytest.raises(MlxconvError, match=message):
         bench(Settings(flux_bundle("fp32"), **changes))
+
+
+def test_the_script_that_mflux_runs_is_part_of_the_package() -> None:
+    assert files("mlxconv").joinpath(*MFLUX_SCRIPT).is_file()
 
 
 def test_mflux_has_to_be_installed(flux_bundle: Bundles, flux_checkpoint: Path) -> None:
