@@ -24,7 +24,9 @@ def bind(
     for entry in entries:
         try:
             _check_keywords(program.class_name, entry, inputs)
-            return entry, {i.name: as_input(i, at(inputs, i.path), compute) for i in entry.inputs}
+            values = {i.name: as_input(i, at(inputs, i.path), compute) for i in entry.inputs}
+            _check_siblings(program.class_name, entry, values)
+            return entry, values
         except _WrongSize as error:
             reasons.append(str(error))
     hint = (
@@ -68,6 +70,22 @@ def _check_keywords(class_name: str, entry: Entry, inputs: Mapping[str, Any]) ->
             and given != value
         ):
             raise _WrongSize(f"{path} was traced as {value!r}, given {given!r}")
+
+
+def _check_siblings(class_name: str, entry: Entry, values: Mapping[str, Any]) -> None:
+    """The items of a list were traced with one shape for all."""
+    first: dict[tuple[str, str], Input] = {}
+    for item in entry.inputs:
+        parent, _, last = item.path.rpartition(".")
+        if not last.isdigit() or item.type == "int":
+            continue
+        other = first.setdefault((parent, item.type), item)
+        if values[other.name].shape != values[item.name].shape:
+            shapes = [f"{i.path} {tuple(values[i.name].shape)}" for i in (other, item)]
+            raise MlxconvError(
+                f"{class_name}.{entry.name}: {' and '.join(shapes)} differ; pad them to one "
+                "length, or call it with one sample at a time"
+            )
 
 
 _ABSENT = object()

@@ -1,6 +1,6 @@
 """mlxconv converts diffusers models, not only their weights, to MLX, and proves parity.
 
-`convert`, `verify` and `inspect` need the extra `mlxconv[convert]`; all else runs without
+`convert`, `verify`, `inspect` and `into_diffusers` need the extra `mlxconv[convert]`; all else runs without
 PyTorch. Names are imported when they are first used, so that `import mlxconv` is quick.
 """
 
@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .convert.conversion import convert as convert
     from .convert.inspection import inspect as inspect
+    from .convert.into_diffusers import into_diffusers as into_diffusers
     from .convert.parity import ParityReport as ParityReport
     from .convert.parity import verify as verify
     from .convert.report import ConvertReport as ConvertReport
@@ -35,6 +36,7 @@ _WHERE = {
     "Staged": ".runtime.staging",
     "denoise": ".runtime.denoise",
     "inspect": ".convert.inspection",
+    "into_diffusers": ".convert.into_diffusers",
     "load_component": ".runtime.bundle",
     "make_schedule": ".runtime.schedulers",
     "read_scheduler": ".runtime.schedulers",
@@ -52,6 +54,7 @@ __all__ = [
     "convert",
     "denoise",
     "inspect",
+    "into_diffusers",
     "load_component",
     "make_schedule",
     "read_scheduler",

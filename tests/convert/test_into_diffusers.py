@@ -1,0 +1,113 @@
+"""diffusers pipelines whose modules run in MLX give what diffusers gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mlxconv.convert.conversion import convert
+from mlxconv.convert.into_diffusers import into_diffusers
+from mlxconv.runtime.errors import MlxconvError
+
+from .tiny_pipelines import PIPELINES, flux
+
+SLOW = ("wan", "ltx")
+
+
+def pictures(pipe: Any, call: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """Images or frames in 0 to 1, of three steps."""
+    generator = torch.Generator().manual_seed(0)
+    result = pipe(**call, num_inference_steps=3, generator=generator, output_type="np")
+    return np.asarray(result.frames if hasattr(result, "frames") else result.images)
+
+
+def bundle(pipe: Any, folder: Path, q: str = "fp32") -> Path:
+    pipe.save_pretrained(folder / "source")
+    convert(folder / "source", folder / q, q)
+    return folder / q
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_pipeline_gives_the_same_pictures(name: str, tmp_path: Path) -> None:
+    pipe, call = PIPELINES[name]()
+    wanted = pictures(pipe, call)
+    into_diffusers(pipe, bundle(pipe, tmp_path))
+    assert wanted.std() > 0.01
+    assert np.abs(pictures(pipe, call) - wanted).max() <= 1e-3
+
+
+@pytest.fixture(scope="module")
+def replaced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Any]]:
+    pipe, call = flux()
+    into_diffusers(pipe, bundle(pipe, tmp_path_factory.mktemp("flux-pipeline")))
+    return pipe, call
+
+
+def test_the_weights_are_let_go(replaced: tuple[Any, dict[str, Any]]) -> None:
+    pipe, _ = replaced
+    assert sum(p.numel() for p in pipe.transformer.parameters()) == 0
+    assert pipe.transformer.dtype == torch.float32
+    assert pipe.transformer.device == torch.device("cpu")
+    assert pipe.transformer.config.in_channels == 16
+
+
+def test_results_have_the_method_s_own_structure(replaced: tuple[Any, dict[str, Any]]) -> None:
+    vae = replaced[0].vae
+    encoded = vae.encode(torch.rand(1, 3, 32, 32))
+    assert type(encoded).__name__ == "AutoencoderKLOutput"
+    latents = encoded.latent_dist.mode()
+    decoded = vae.decode(latents)
+    assert type(decoded).__name__ == "DecoderOutput"
+    assert decoded.sample.shape == (1, 3, 32, 32)
+    (plain,) = vae.decode(latents, return_dict=False)
+    assert torch.equal(plain, decoded.sample)
+
+
+def test_the_prompt_is_computed_once(
+    replaced: tuple[Any, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe, call = replaced
+    staged = pipe.transformer.forward.ways[0].staged
+    begun: list[int] = []
+    begin = staged.begin
+    monkeypatch.setattr(staged, "begin", lambda inputs: (begun.append(1), begin(inputs))[1])
+    pictures(pipe, call)
+    assert len(begun) == 1
+    other = {**call, "prompt_embeds": call["prompt_embeds"] + 1}
+    assert not np.array_equal(pictures(pipe, call), pictures(pipe, other))
+
+
+def test_a_prompt_changed_in_place_is_computed_again(
+    replaced: tuple[Any, dict[str, Any]],
+) -> None:
+    pipe, call = replaced
+    changing = {**call, "prompt_embeds": call["prompt_embeds"].clone()}
+    before = pictures(pipe, changing)
+    changing["prompt_embeds"].add_(1)
+    assert not np.array_equal(pictures(pipe, changing), before)
+
+
+def test_another_class_is_refused(tmp_path: Path) -> None:
+    pipe, _ = flux()
+    made = bundle(pipe, tmp_path)
+    pipe.transformer = pipe.vae
+    with pytest.raises(MlxconvError, match=r"pipeline's is a AutoencoderKL, the bundle's a Flux"):
+        into_diffusers(pipe, made, components=["transformer"])
+    with pytest.raises(MlxconvError, match=r"no program for unet; it has transformer, vae"):
+        into_diffusers(pipe, made, components=["unet"])
+
+
+def test_what_was_not_traced_is_refused(replaced: tuple[Any, dict[str, Any]]) -> None:
+    pipe, call = replaced
+    with pytest.raises(MlxconvError, match="traced without controlnet_block_samples"):
+        pipe.transformer(
+            hidden_states=torch.zeros(1, 4, 16), encoder_hidden_states=call["prompt_embeds"],
+            pooled_projections=call["pooled_prompt_embeds"], timestep=torch.tensor([0.5]),
+            img_ids=torch.zeros(4, 3), txt_ids=torch.zeros(6, 3), guidance=torch.tensor([4.0]),
+            controlnet_block_samples=[torch.zeros(1, 4, 64)],
+        )  # fmt: skip
