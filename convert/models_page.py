@@ -16,7 +16,7 @@ UNSUPPORTED = "unsupported.json"  # beside the recipes: class -> reason
 
 _HEAD = """# Models
 
-Made by `mlxconv models --markdown` from what `python -m mlxconv.convert.measure` found; a test
+Made by `mlxconv models --markdown` from what `make figures` measured; a test
 keeps it current.
 
 Figures are the worst over the tiny configurations of each class, on sizes other than those traced,

@@ -20,6 +20,7 @@ from .program import (
     Node,
     Program,
     Ref,
+    Weight,
     latest_stage,
     refs,
     substitute,
@@ -29,6 +30,7 @@ from .program import (
 STEP = len(STAGES) - 1
 # They make small values large; where only a later stage reads the result, it is made there.
 _GROWING = frozenset({"broadcast", "full", "repeat", "tile"})
+_VIEWS = frozenset({"expand_dims", "reshape", "select", "slice", "split", "squeeze", "transpose"})
 
 
 def split(program: Program, entry: Entry) -> Program:
@@ -229,19 +231,36 @@ def _renamed(arg: Arg, names: Mapping[str, Arg]) -> Arg:
 def _put_off(body: _Sorted) -> None:
     """Move what only makes a value larger to the first stage that reads it.
 
-    So is what is used as a weight, such as one of a stack of experts: apart it would be a copy.
+    So is a part of a weight, such as one expert of a stack: held apart it would be a copy.
     """
-    heavy = {n for _, node in body.placed for n in refs((node.args.get("weight"),))}
+    parts = _parts_of_weights(body)
     needed: dict[str, int] = dict.fromkeys(refs(body.outputs), -1)
     for number in range(len(body.placed) - 1, -1, -1):
         stage, node = body.placed[number]
         later = min((needed.get(out, -1) for out in node.out), default=-1)
-        if later > stage and (node.op in _GROWING or heavy.intersection(node.out)):
+        if later > stage and (node.op in _GROWING or parts.issuperset(node.out)):
             body.placed[number] = (later, node)
             body.stages.update(dict.fromkeys(node.out, later))
             stage = later
         for name in refs(node.args.values()):
             needed[name] = min(stage, needed.get(name, stage))
+
+
+def _parts_of_weights(body: _Sorted) -> set[str]:
+    """Views of weights that are the same at every size; a table cut to an image's size is not."""
+    found: set[str] = set()
+    for _, node in body.placed:
+        x = node.args.get("x")
+        of_weight = isinstance(x, Weight) or (isinstance(x, Ref) and x.name in found)
+        if node.op in _VIEWS and of_weight and all(map(_is_static, node.types)):
+            found.update(node.out)
+    return found
+
+
+def _is_static(kind: str) -> bool:
+    """Whether a type names its sizes as numbers: `compute[128, 64]`."""
+    sizes = kind.partition("[")[2].rstrip("]").split(",")
+    return all(size.strip().isdigit() for size in sizes)
 
 
 # ---- cutting ---------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,8 @@ def _pipeline(folder: Path) -> Path:
 
     clip, t5 = _clip_tokenizer(), _t5_tokenizer()
     flux, vae = load_recipe("FluxTransformer2DModel"), load_recipe(AutoencoderKL.__name__)
+    flux = replace(flux, tiny={**flux.tiny, "in_channels": 64})  # 2 x 2 latents of 16 channels
+    vae = replace(vae, tiny={**vae.tiny, "shift_factor": 0.1, "scaling_factor": 0.5})
     tiny_checkpoint(flux, None, folder / "transformer")
     tiny_checkpoint(vae, "flux", folder / "vae", seed=1)
     _save(CLIPTextModel(CLIPTextConfig(

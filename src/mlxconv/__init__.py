@@ -1,7 +1,7 @@
 """mlxconv converts diffusers models, not only their weights, to MLX, and proves parity.
 
-`convert`, `verify`, `inspect` and `into_diffusers` need the extra `mlxconv[convert]`; all else runs without
-PyTorch. Names are imported when they are first used, so that `import mlxconv` is quick.
+`convert`, `verify`, `inspect` and `into_diffusers` need the extra `mlxconv[convert]`; all else
+runs without PyTorch. Names are imported when they are first used: `import mlxconv` is quick.
 """
 
 from importlib import import_module
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .runtime.errors import MlxconvError as MlxconvError
     from .runtime.guidance import Guidance as Guidance
     from .runtime.guidance import Guided as Guided
+    from .runtime.pipeline import Pipeline as Pipeline
+    from .runtime.pipeline import load as load
     from .runtime.schedulers import make_schedule as make_schedule
     from .runtime.schedulers import read_scheduler as read_scheduler
     from .runtime.staging import Staged as Staged
@@ -33,10 +35,12 @@ _WHERE = {
     "LoopSettings": ".runtime.denoise",
     "MlxconvError": ".runtime.errors",
     "ParityReport": ".convert.parity",
+    "Pipeline": ".runtime.pipeline",
     "Staged": ".runtime.staging",
     "denoise": ".runtime.denoise",
     "inspect": ".convert.inspection",
     "into_diffusers": ".convert.into_diffusers",
+    "load": ".runtime.pipeline",
     "load_component": ".runtime.bundle",
     "make_schedule": ".runtime.schedulers",
     "read_scheduler": ".runtime.schedulers",
@@ -49,12 +53,14 @@ __all__ = [
     "LoopSettings",
     "MlxconvError",
     "ParityReport",
+    "Pipeline",
     "Staged",
     "__version__",
     "convert",
     "denoise",
     "inspect",
     "into_diffusers",
+    "load",
     "load_component",
     "make_schedule",
     "read_scheduler",

@@ -95,3 +95,18 @@ def test_shares_are_of_all_that_is_read(program: Program) -> None:
     assert found["prompt"] == pytest.approx(2 * 7 / total)
     assert found["constant"] == pytest.approx(2 * 6 / total)
     assert found["schedule"] == pytest.approx((2 * 2 + 2 * 4) / total)
+
+
+@pytest.mark.parametrize(("shape", "reader"), [("compute[2, 4]", 3), ("compute[tokens, 4]", 0)])
+def test_one_of_a_stack_of_weights_stays_with_its_reader(
+    program: Program, shape: str, reader: int
+) -> None:
+    """Apart, an expert would be a copy; a table that is cut to a size is smaller than it was."""
+    entry = program.entries[0]
+    taken = {"x": Weight("stack"), "axis": 0, "index": 1}
+    entry.nodes.append(Node("select", ("one",), taken, "", (shape,)))
+    entry.nodes.append(Node("transpose", ("t",), {"x": Ref("one"), "axes": (1, 0)}, "", (shape,)))
+    entry.nodes.append(Node("matmul", ("y",), {"a": Ref("b"), "b": Ref("t")}))
+    entry.outputs = (*entry.outputs, Ref("y"))
+    stages = weights_by_stage(program, entry)
+    assert ["stack" in names for names in stages].index(True) == reader

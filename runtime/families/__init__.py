@@ -1,0 +1,18 @@
+"""What a pipeline does around the loop: prompt, packing, guidance, decoding. One file a family."""
+
+from ..errors import MlxconvError
+from .family import Family
+from .flux import FLUX
+
+FAMILIES: dict[str, Family] = {"FluxPipeline": FLUX}
+
+
+def family_of(pipeline: str, where: str) -> Family:
+    """The family of a pipeline class; MlxconvError names those that there are."""
+    if pipeline not in FAMILIES:
+        raise MlxconvError(
+            f"{where}: no native generation for {pipeline or 'a single component'} yet, only for "
+            f"{', '.join(FAMILIES)}; in Python, mlxconv.into_diffusers(pipe, bundle) runs any "
+            "diffusers pipeline with this bundle's modules"
+        )
+    return FAMILIES[pipeline]

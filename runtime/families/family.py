@@ -1,0 +1,97 @@
+"""What every family is made of: a request, an opened bundle, and the functions between them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+
+from ..bundle import Bundle, LoadedComponent, load_component, read_json
+from ..noise import Generator
+from ..schedulers import Schedule, Scheduler, read_scheduler
+from ..text import TextTokenizer
+
+Inputs = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One generation: pixels, and how far the prompt pulls. `cfg`: true classifier-free guidance,
+    where the model has one of its own in `guidance`."""
+
+    prompt: str
+    width: int
+    height: int
+    steps: int
+    guidance: float
+    negative: str | None = None
+    cfg: float = 1.0
+    seed: int = 0
+    count: int = 1
+    tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Of a request. multiple: what width and height have to be divisible by."""
+
+    width: int
+    height: int
+    steps: int
+    guidance: float
+    multiple: int
+
+
+class Parts:
+    """A bundle's components, tokenizers and scheduler, each opened when it is asked for."""
+
+    def __init__(self, bundle: Bundle, dtype: str | None = None) -> None:
+        self.bundle, self.dtype = bundle, dtype
+        self._loaded: dict[str, LoadedComponent] = {}
+
+    def component(self, name: str) -> LoadedComponent:
+        """A component, kept until it is released."""
+        if name not in self._loaded:
+            self.bundle.component(name)
+            self._loaded[name] = load_component(self.bundle.path, name, dtype=self.dtype)
+        return self._loaded[name]
+
+    def release(self, name: str) -> None:
+        """Let a component's weights go."""
+        if name in self._loaded:
+            self._loaded.pop(name).executor.weights.release()
+            mx.clear_cache()
+
+    def config(self, name: str) -> dict[str, Any]:
+        """A component's configuration, without loading it."""
+        return read_json(self.bundle.component(name) / "config.json")
+
+    def tokenizer(self, name: str) -> TextTokenizer:
+        """A tokenizer."""
+        return TextTokenizer(self.bundle.path / name)
+
+    @cached_property
+    def scheduler(self) -> Scheduler:
+        """The checkpoint's own."""
+        return read_scheduler(self.bundle.path)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A pipeline's own steps. `schedule` takes the scheduler, which a caller may have changed.
+
+    encode: prompt -> the denoiser's prompt inputs. start: noise for `count` images, packed.
+    inputs: what else the denoiser takes, for one image. times: its schedule inputs (calls, 1).
+    decode: latents (1, ...) -> pixels (1, height, width, 3) in 0 to 1.
+    """
+
+    denoiser: str
+    encoders: tuple[str, ...]
+    defaults: Callable[[Parts], Defaults]
+    encode: Callable[[Parts, str, Request], Inputs]
+    start: Callable[[Parts, Request, Generator], mx.array]
+    inputs: Callable[[Parts, Request], Inputs]
+    schedule: Callable[[Scheduler, Request, mx.array], Schedule]
+    times: Callable[[Schedule], Inputs]
+    decode: Callable[[Parts, mx.array, Request], mx.array]

@@ -1,0 +1,59 @@
+"""Prompts to tokens, by the `tokenizers` library from a bundle's tokenizer.json."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from .bundle import read_json
+from .errors import MlxconvError
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """ids and mask (1, length). `cut`: how many tokens of the text did not fit."""
+
+    ids: mx.array
+    mask: mx.array
+    cut: int
+
+
+class TextTokenizer:
+    """A tokenizer folder of a bundle."""
+
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import Tokenizer
+
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise MlxconvError(
+                f"{file}: missing; convert the checkpoint again, or pass embeddings from Python"
+            )
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises no class of its own
+            raise MlxconvError(f"{file}: cannot be read ({error}); copy it again") from error
+        options = folder / "tokenizer_config.json"
+        self._options: dict[str, Any] = read_json(options) if options.is_file() else {}
+
+    def padded(self, text: str, length: int | None = None) -> Tokens:
+        """Exactly `length` tokens (by default the tokenizer's own maximum), special ones too."""
+        length = length or int(self._options.get("model_max_length", 77))
+        whole = len(self._tokenizer.encode(text).ids)
+        self._tokenizer.enable_truncation(length)
+        self._tokenizer.enable_padding(length=length, pad_id=self._pad[0], pad_token=self._pad[1])
+        try:
+            encoded = self._tokenizer.encode(text)
+        finally:
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+        mask = mx.array([encoded.attention_mask])
+        return Tokens(mx.array([encoded.ids]), mask, max(0, whole - length))
+
+    @property
+    def _pad(self) -> tuple[int, str]:
+        named = self._options.get("pad_token") or "<pad>"
+        token = str(named["content"] if isinstance(named, dict) else named)
+        found = self._tokenizer.token_to_id(token)
+        return (0 if found is None else found), token

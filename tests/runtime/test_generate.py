@@ -1,0 +1,148 @@
+"""Pictures from a bundle, without PyTorch, equal to those of diffusers for the same seed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from PIL import Image
+
+from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.pipeline import Pipeline, load
+
+from ..conftest import Bundles
+from .test_runtime_alone import FOREIGN
+
+PROMPT, NEGATIVE = "a photo of a cat on a red sofa", "an oil painting in a storm"
+SIZE = {"width": 48, "height": 32}
+TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def pipe(pipeline_bundle: Bundles) -> Pipeline:
+    return load(pipeline_bundle("fp32"), keep=True)
+
+
+def by_diffusers(checkpoint: Path, steps: int, seed: int, **options: Any) -> np.ndarray[Any, Any]:
+    import torch
+    from diffusers import FluxPipeline
+
+    pipe = FluxPipeline.from_pretrained(checkpoint)
+    pipe.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(seed)
+    found = pipe(
+        PROMPT, **SIZE, num_inference_steps=steps, generator=generator, output_type="np",
+        max_sequence_length=TOKENS, **options,
+    )  # fmt: skip
+    return np.asarray(found.images)
+
+
+def psnr(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
+    """Decibels, of values in 0 to 1."""
+    return float(-10 * np.log10(np.mean((a.astype(np.float64) - b) ** 2)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [4, 20])
+def test_the_same_seed_gives_the_same_picture(
+    pipe: Pipeline, pipeline_checkpoint: Path, steps: int
+) -> None:
+    ours = pipe(PROMPT, **SIZE, steps=steps, seed=7, tokens=TOKENS, guidance=4.0).pixels
+    theirs = by_diffusers(pipeline_checkpoint, steps, 7, guidance_scale=4.0)
+    assert theirs.std() > 0.05
+    assert psnr(ours, theirs) >= 50
+
+
+@pytest.mark.slow
+def test_a_negative_prompt_guides_as_in_diffusers(
+    pipe: Pipeline, pipeline_checkpoint: Path
+) -> None:
+    ours = pipe(
+        PROMPT, negative=NEGATIVE, cfg=3.0, **SIZE, steps=4, seed=7, tokens=TOKENS, guidance=4.0
+    ).pixels
+    options = {"negative_prompt": NEGATIVE, "true_cfg_scale": 3.0, "guidance_scale": 4.0}
+    assert psnr(ours, by_diffusers(pipeline_checkpoint, 4, 7, **options)) >= 50
+
+
+def test_several_pictures_are_those_of_one_batch(
+    pipe: Pipeline, pipeline_checkpoint: Path
+) -> None:
+    ours = pipe(PROMPT, **SIZE, steps=2, count=3, tokens=TOKENS, guidance=4.0)
+    options = {"num_images_per_prompt": 3, "guidance_scale": 4.0}
+    assert psnr(ours.pixels, by_diffusers(pipeline_checkpoint, 2, 0, **options)) >= 50
+    assert [image.size for image in ours.images] == [(48, 32)] * 3
+
+
+@pytest.mark.parametrize("q", ["bf16", "4bit"])
+def test_other_precisions_make_pictures(pipeline_bundle: Bundles, q: str) -> None:
+    made = load(pipeline_bundle(q))(PROMPT, **SIZE, steps=2, tokens=TOKENS)
+    assert np.isfinite(made.pixels).all()
+    assert made.pixels.std() > 0.01
+    assert set(made.seconds) == {
+        "encode", "prepare", "first_step", "step_median", "decode", "total"
+    }  # fmt: skip
+    assert made.weight_bytes["loop"] < 0.73 * made.weight_bytes["prepare"]
+
+
+def test_another_scheduler_is_taken_by_name(pipe: Pipeline) -> None:
+    one = pipe(PROMPT, **SIZE, steps=4, tokens=TOKENS)
+    other = pipe(PROMPT, **SIZE, steps=4, tokens=TOKENS, scheduler="unipc")
+    assert not np.array_equal(one.pixels, other.pixels)
+    with pytest.raises(MlxconvError, match="does not fit a flow model; those that fit: FlowMatch"):
+        pipe(PROMPT, **SIZE, steps=4, tokens=TOKENS, scheduler="ddim")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"steps": 0}, "steps is 0: at least 1"),
+        ({"count": 0}, "count is 0: at least 1"),
+        ({"seed": -1}, "seed is -1: 0 or more"),
+        ({"width": 50}, r"divisible by 16; 48x32 is the nearest"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(pipe: Pipeline, wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(MlxconvError, match=says):
+        pipe(PROMPT, **{**SIZE, "tokens": TOKENS, **wrong})
+
+
+def test_a_single_component_has_no_family(flux_bundle: Bundles) -> None:
+    with pytest.raises(MlxconvError, match="a single component yet, only for FluxPipeline"):
+        load(flux_bundle("fp32"))
+
+
+ALONE = f"""
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if any(name == f or name.startswith(f + ".") for f in {FOREIGN!r}):
+            raise ImportError(name + " is not installed here")
+sys.meta_path.insert(0, Blocker())
+import mlxconv
+made = mlxconv.load(sys.argv[1])({PROMPT!r}, width=48, height=32, steps=2, tokens={TOKENS})
+made.images[0].save(sys.argv[2])
+"""
+
+
+def test_pictures_need_no_torch(pipeline_bundle: Bundles, tmp_path: Path) -> None:
+    out = tmp_path / "out.png"
+    command = [sys.executable, "-c", ALONE, str(pipeline_bundle("4bit")), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    here = load(pipeline_bundle("4bit"))(PROMPT, **SIZE, steps=2, tokens=TOKENS)
+    assert np.array_equal(np.asarray(Image.open(out)), np.asarray(here.images[0]))
+
+
+def test_latents_are_torch_s_own(pipe: Pipeline) -> None:
+    import torch
+
+    from mlxconv.runtime.noise import Generator
+
+    ours = Generator(3).normal((1, 16, 4, 6))
+    theirs = torch.randn((1, 16, 4, 6), generator=torch.Generator().manual_seed(3))
+    assert mx.array_equal(ours, mx.array(theirs.numpy()))
