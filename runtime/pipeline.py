@@ -105,6 +105,7 @@ class Pipeline:
         texts = [request.prompt, *([] if request.negative is None else [request.negative])]
 
         def encode() -> list[Mapping[str, Any]]:
+            self.parts.notes = made.notes
             found = [self.family.encode(self.parts, text, request) for text in texts]
             mx.eval([list(inputs.values()) for inputs in found])
             return found
@@ -134,13 +135,13 @@ class Pipeline:
         shared = {"hidden_states": latents[:1], **self.family.inputs(self.parts, request)}
         given = [{**shared, **prompt} for prompt in prompts]
         guidance = Guidance(request.cfg, end=cfg_end) if len(given) > 1 else None
-        sizes = staged.weight_bytes()
+        times, sizes = self.family.times(schedule), staged.weight_bytes()
         made.weight_bytes = {"prepare": sizes["all"], "loop": sizes["step"]}
         return self._timed(
             made,
             "prepare",
             lambda: Guided(
-                staged, given[0], self.family.times(schedule), *given[1:], guidance=guidance
+                staged, given[0], times, given[1] if guidance else None, guidance
             ),
         )
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 from ..bundle import Bundle, LoadedComponent, load_component, read_json
 from ..noise import Generator
 from ..schedulers import Schedule, Scheduler, read_scheduler
-from ..text import TextTokenizer
+from ..text import TextTokenizer, Tokens
 
 Inputs = Mapping[str, Any]
 
@@ -48,6 +48,7 @@ class Parts:
 
     def __init__(self, bundle: Bundle, dtype: str | None = None) -> None:
         self.bundle, self.dtype = bundle, dtype
+        self.notes: list[str] = []  # what a user should know of the last prompt
         self._loaded: dict[str, LoadedComponent] = {}
 
     def component(self, name: str) -> LoadedComponent:
@@ -67,9 +68,15 @@ class Parts:
         """A component's configuration, without loading it."""
         return read_json(self.bundle.component(name) / "config.json")
 
-    def tokenizer(self, name: str) -> TextTokenizer:
-        """A tokenizer."""
-        return TextTokenizer(self.bundle.path / name)
+    def tokens(self, name: str, text: str, length: int | None = None) -> Tokens:
+        """A prompt by a tokenizer, padded to `length`; what did not fit is noted."""
+        found = TextTokenizer(self.bundle.path / name).padded(text, length)
+        if found.cut:
+            self.notes.append(
+                f"{name}: the prompt has {found.cut} tokens more than the {found.ids.shape[1]} "
+                "that its encoder reads; its end was cut"
+            )
+        return found
 
     @cached_property
     def scheduler(self) -> Scheduler:

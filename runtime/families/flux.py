@@ -19,8 +19,8 @@ def _defaults(parts: Parts) -> Defaults:
 
 def _encode(parts: Parts, prompt: str, request: Request) -> Inputs:
     tokens = request.tokens or _TOKENS
-    clip = parts.tokenizer("tokenizer").padded(prompt)
-    t5 = parts.tokenizer("tokenizer_2").padded(prompt, tokens)
+    clip = parts.tokens("tokenizer", prompt)
+    t5 = parts.tokens("tokenizer_2", prompt, tokens)
     pooled = parts.component("text_encoder")(input_ids=clip.ids)[1]
     every = mx.ones_like(t5.mask)  # the pipeline passes no mask: padding is read
     hidden = parts.component("text_encoder_2")(input_ids=t5.ids, attention_mask=every)

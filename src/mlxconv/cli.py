@@ -1,4 +1,4 @@
-"""The command line: `mlxconv convert | verify | inspect | recipe | models | demo`.
+"""The command line: `mlxconv convert | verify | generate | bench | ...`.
 
 Facts go to stdout as JSON with `--json`; people read stderr. Exit 0: success; 1: a clear failure;
 2: usage; 130: interrupted. Everything heavy is imported inside the command that needs it.
@@ -290,6 +290,39 @@ def add_size(
 
     have = add_sizes(bundle, component, sizes, dict(dims))
     _emit(as_json, {"bundle": bundle, "component": component, "sizes": have}, f"sizes: {have}")
+
+
+@cli.command()
+@click.argument("bundle")
+@click.argument("prompt")
+@click.option("-o", "--out", type=click.Path(path_type=Path, dir_okay=False), required=True,
+              metavar="PNG", help="Picture to write; numbered if there are several.")  # fmt: skip
+@click.option("--steps", type=int, help="[default: the pipeline's]")
+@click.option("--guidance", type=float, help="[default: the pipeline's]")
+@click.option("--negative", metavar="PROMPT", help="What to stay away from.")
+@click.option("--cfg", type=float,
+              help="Scale of true guidance. [default: 4 with --negative]")  # fmt: skip
+@click.option("--cfg-end", type=float, default=1.0, show_default=True,
+              help="Part of the schedule after which true guidance is off.")  # fmt: skip
+@click.option("--size", type=_Size(), help="In pixels. [default: the pipeline's]")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--count", type=int, default=1, show_default=True, help="How many pictures.")
+@click.option("--tokens", type=int, help="Of the longest text encoder. [default: the pipeline's]")
+@click.option("--scheduler", metavar="CLASS", help="Instead of the checkpoint's.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
+              help="Precision of the run. [default: the bundle's]")  # fmt: skip
+@_common
+def generate(
+    bundle: str, prompt: str, out: Path, size: tuple[int, int] | None, dtype: str | None,
+    as_json: bool, verbose: bool, debug: bool, **options: Any,
+) -> None:  # fmt: skip
+    """Make a picture of PROMPT with BUNDLE; the seed's noise is PyTorch's own."""
+    _quiet()
+    from .runtime.generation import generate as run
+
+    width, height = size or (None, None)
+    report = run(bundle, prompt, out, dtype=dtype, width=width, height=height, **options)
+    _emit(as_json, report.as_json(), report.as_text())
 
 
 @cli.group()

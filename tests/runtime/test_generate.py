@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 
+from mlxconv.cli import cli
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.pipeline import Pipeline, load
 
@@ -136,6 +139,31 @@ def test_pictures_need_no_torch(pipeline_bundle: Bundles, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     here = load(pipeline_bundle("4bit"))(PROMPT, **SIZE, steps=2, tokens=TOKENS)
     assert np.array_equal(np.asarray(Image.open(out)), np.asarray(here.images[0]))
+
+
+def test_the_command_writes_pictures_and_says_what_it_took(
+    pipeline_bundle: Bundles, tmp_path: Path
+) -> None:
+    out = tmp_path / "cat.png"
+    command = ["generate", str(pipeline_bundle("4bit")), PROMPT, "-o", str(out), "--json"]
+    options = ["--size", "48x32", "--steps", "2", "--count", "2", "--tokens", "16"]
+    done = CliRunner().invoke(cli, [*command, *options])
+    assert done.exit_code == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert data["images"] == [str(tmp_path / f"cat-{i}.png") for i in range(2)]
+    assert [Image.open(file).size for file in data["images"]] == [(48, 32)] * 2
+    assert set(data["seconds"]) == {
+        "load", "encode", "prepare", "first_step", "step_median", "decode", "total"
+    }  # fmt: skip
+    assert json.loads(Image.open(data["images"][0]).text["mlxconv"])["prompt"] == PROMPT
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["cat-0.png", "cat-1.png"]
+
+
+def test_a_prompt_that_is_cut_is_told(pipe: Pipeline) -> None:
+    made = pipe("a cat on a sofa " * 40, **SIZE, steps=1, tokens=TOKENS)
+    assert [note.partition(":")[0] for note in made.notes] == ["tokenizer", "tokenizer_2"]
+    assert pipe("", **SIZE, steps=1, tokens=TOKENS).notes == []
+    assert pipe("猫 на диване", **SIZE, steps=1, tokens=TOKENS).pixels.std() > 0
 
 
 def test_latents_are_torch_s_own(pipe: Pipeline) -> None:
