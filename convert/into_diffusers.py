@@ -117,7 +117,11 @@ class _Shell:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        # Under all of their names: a tied weight has several.
+        tensors = {
+            **dict(module.named_parameters(remove_duplicate=False)),
+            **dict(module.named_buffers(remove_duplicate=False)),
+        }
         with self.mode:
             self.fakes = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in tensors.items()}
 
@@ -272,7 +276,8 @@ class _Bridge:
     def _ignores(self, name: str, given: Mapping[str, Any]) -> bool:
         """Whether the class, configured as it is, never looks at an argument."""
         parameter = self._signature.parameters.get(name)
-        if parameter is not None and given[name] is parameter.default:
+        default = None if parameter is None else parameter.default
+        if given[name] is default or (given[name] is False and default is None):
             return True
         if name not in self._unread:
             try:

@@ -53,8 +53,8 @@ class GenerateReport:
             [
                 *(str(file) for file in self.files),
                 f"seconds: {times}",
-                f"weights of the denoiser: {held['loop'] / 1e9:.2f} of {held['prepare'] / 1e9:.2f} "
-                f"GB in the loop; peak memory {data['peak_bytes']['rss'] / 1e9:.2f} GB",
+                f"weights of the denoiser: {_bytes(held['loop'])} of {_bytes(held['prepare'])} in "
+                f"the loop; peak memory {_bytes(data['peak_bytes']['rss'])}",
                 *self.made.notes,
             ]
         )
@@ -80,6 +80,10 @@ def generate(
     for file, image in zip(files, made.images, strict=True):
         _save(file, image, prompt, made)
     return GenerateReport(files, made, took)
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 def _numbered(out: Path, index: int, count: int) -> Path:

@@ -13,6 +13,7 @@ from mlxconv.convert.conversion import convert
 from mlxconv.convert.into_diffusers import into_diffusers
 from mlxconv.runtime.errors import MlxconvError
 
+from ..conftest import Bundles
 from .tiny_pipelines import PIPELINES, flux
 
 SLOW = ("wan", "ltx")
@@ -38,6 +39,22 @@ def test_a_pipeline_gives_the_same_pictures(name: str, tmp_path: Path) -> None:
     wanted = pictures(pipe, call)
     into_diffusers(pipe, bundle(pipe, tmp_path))
     assert wanted.std() > 0.01
+    assert np.abs(pictures(pipe, call) - wanted).max() <= 1e-3
+
+
+def test_text_encoders_are_replaced_too(
+    pipeline_checkpoint: Path, pipeline_bundle: Bundles
+) -> None:
+    """T5's embedding is tied, and both encoders are called with flags of their own."""
+    from diffusers import FluxPipeline
+
+    pipe = FluxPipeline.from_pretrained(pipeline_checkpoint)
+    pipe.set_progress_bar_config(disable=True)
+    call = {"prompt": "a photo of a cat", "height": 32, "width": 48, "max_sequence_length": 16}
+    wanted = pictures(pipe, call)
+    into_diffusers(pipe, pipeline_bundle("fp32"))
+    names = ("text_encoder", "text_encoder_2", "transformer")
+    assert {type(getattr(pipe, name).forward).__name__ for name in names} == {"_Bridge"}
     assert np.abs(pictures(pipe, call) - wanted).max() <= 1e-3
 
 
