@@ -41,6 +41,7 @@ from . import repeats
 from .conditions import answered
 from .functional import functional
 from .keys import tied_weights
+from .multiples import Axis, known_multiples, multiple
 from .posteriors import register_posteriors
 from .recipe import Expression, ProgramRecipe, Recipe, evaluate, example_inputs, names_in, place
 from .repeats import Repeated, repeated_blocks
@@ -411,8 +412,15 @@ class _Job:
         """Whether a size may vary: its expression reads a dim that is not declared fixed."""
         return any(not self.recipe.dims[n].fixed for n in names_in(expression) if n in self.dims)
 
+    def multiple(self, expression: Expression) -> tuple[int, str] | None:
+        """``(32, "rows")`` where a size is declared as ``32 * rows`` and the dim is free."""
+        free = [name for name, dim in self.recipe.dims.items() if not dim.fixed]
+        return multiple(expression, free, {**self.config, **self.dims})
+
     def size(self, expression: Expression) -> int | str:
-        """The expression if it reads a dim, else its value."""
+        """The expression if it reads a dim, else its value; ``32 * rows`` with its number."""
+        if known := self.multiple(expression):
+            return f"{known[0]} * {known[1]}"
         if names_in(expression) & set(self.dims):
             return expression
         return int(evaluate(expression, self.config))
@@ -498,7 +506,10 @@ def _of_known(forward: Callable[..., Any], entry: ProgramRecipe) -> Callable[...
 
 def _export(job: _Job) -> ExportedProgram:
     shapes = _dynamic_shapes(job)
-    exported = torch.export.export(job.module, (), job.kwargs, dynamic_shapes=shapes, strict=False)
+    with known_multiples(_multiples(job)):
+        exported = torch.export.export(
+            job.module, (), job.kwargs, dynamic_shapes=shapes, strict=False
+        )
     return functional(exported)
 
 
@@ -522,6 +533,21 @@ def _dynamic_shapes(job: _Job) -> dict[str, Any]:
             axes = of_tensor(name)
             place(shapes, spec.path, [axes] * len(value) if isinstance(value, list) else axes)
     return shapes
+
+
+def _multiples(job: _Job) -> dict[Axis, int]:
+    """The axes whose expression is a number times a free dim, with that number."""
+    found: dict[Axis, int] = {}
+    for spec in job.entry.inputs.values():
+        value = _find(job.kwargs, spec.path)
+        if value is None:
+            continue
+        listed = isinstance(value, list)
+        paths = [(*spec.path, i) for i in range(len(value))] if listed else [spec.path]
+        for axis, size in enumerate(spec.shape):
+            if known := job.multiple(size):
+                found.update(((path, axis), known[0]) for path in paths)
+    return found
 
 
 def _find(tree: Any, path: tuple[str | int, ...]) -> Any:
@@ -753,7 +779,7 @@ def _traced(job: _Job, exported: ExportedProgram) -> Traced:
         placeholders=placeholders,
         inputs=inputs,
         outputs=_outputs(exported),
-        symbols=_symbols(exported, inputs),
+        symbols=_symbols(job, exported, inputs),
         fixed=_fixed(job, exported, inputs),
         taps=tuple(
             Tap(str(node.args[1]), int(node.args[2]), node.name)
@@ -846,8 +872,18 @@ def _symbolic(size: int | torch.SymInt) -> bool:
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number
 
 
-def _symbols(exported: ExportedProgram, inputs: tuple[TracedInput, ...]) -> dict[str, str]:
-    return {str(size): text for text, size in _sizes(exported, inputs) if _symbolic(size)}
+def _symbols(
+    job: _Job, exported: ExportedProgram, inputs: tuple[TracedInput, ...]
+) -> dict[str, str]:
+    symbols = {}
+    for text, size in _sizes(exported, inputs):
+        if not _symbolic(size):
+            continue
+        symbols[str(size)] = text
+        if known := job.multiple(text):
+            by, dim = known
+            symbols.setdefault(str(size // by), dim)
+    return symbols
 
 
 def _fixed(job: _Job, exported: ExportedProgram, inputs: tuple[TracedInput, ...]) -> dict[str, int]:

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from mlxconv.convert import repeats, tracing
+from mlxconv.convert.multiples import multiple
 from mlxconv.convert.recipe import ProgramRecipe, example_inputs, load_recipe
 from mlxconv.convert.tracing import Traced, build_module, merged_config, trace
 from mlxconv.runtime.errors import MlxconvError
@@ -214,6 +215,58 @@ def test_dtypes_are_those_of_from_pretrained(name, tmp_path):
     for part in ("named_parameters", "named_buffers"):
         theirs = {n: t.dtype for n, t in getattr(loaded, part)()}
         assert {n: t.dtype for n, t in getattr(built, part)()} == theirs
+
+
+# --- multiples --------------------------------------------------------------------------------
+
+
+class Halving(nn.Module):
+    """Rows by 8 or nothing: each halving rounds up, and no row may be left over."""
+
+    def __init__(self, width: int = 4, patch: int = 8) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv1d(width, width, 3, 2, 1) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        halved = x.T
+        for conv in self.convs:
+            halved = conv(halved)
+        return halved.T + x.reshape(x.shape[0] // 8, 8, -1).mean(1)
+
+
+def _halving(shape):
+    base = _recipe_of(Halving)
+    entry = base.programs["forward"]
+    x = replace(entry.inputs["x"], shape=(shape, "width"))
+    dims = {"rows": replace(base.dims["tokens"], name="rows", trace=6)}
+    return replace(
+        base, dims=dims, programs={"forward": replace(entry, inputs={"x": x}, arguments={})}
+    )
+
+
+@pytest.mark.parametrize("shape", ["8 * rows", "rows * patch", "2 * rows * (patch - 4)"])
+def test_torch_knows_what_divides_a_size_that_is_declared_as_a_multiple(shape):
+    this = trace(Halving, {"width": 4}, _halving(shape), dtype=torch.float32)
+    (output,) = (node for node in this.exported.graph.nodes if node.name == this.outputs[0])
+    assert this.symbols[str(output.meta["val"].shape[0])] == "rows"
+    assert this.inputs[0].shape == ("8 * rows", 4)
+    assert (this.fixed, this.exported._guards_code) == ({}, [])
+    module = Halving().eval()
+    for rows in (2, 5):
+        x = torch.randn(8 * rows, 4)
+        (got,) = pytree.tree_leaves(replay(this, module, {"x": x}))
+        assert torch.allclose(got, module(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("expression", ["rows", "rows * 1", "8 * rows - 7", "rows * columns", 8])
+def test_other_sizes_are_no_multiples(expression):
+    assert multiple(expression, ["rows", "columns"], {}) is None
+
+
+def test_torch_makes_its_own_inputs_after_tracing():
+    before = torch.export._trace.make_fake_inputs
+    trace(Halving, {"width": 4}, _halving("8 * rows"))
+    assert torch.export._trace.make_fake_inputs is before
 
 
 # --- refusals ---------------------------------------------------------------------------------
