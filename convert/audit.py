@@ -148,7 +148,7 @@ def _pairs(
 
 def _match_tied(wanted: Mapping[str, tuple[int, ...]], component: Component) -> KeyMatch:
     """The checkpoint may store a tensor under another of its names."""
-    from .tracing import build_module
+    from .fake_module import build_module
 
     module, _ = build_module(component_class(component), merged_config(component))
     return match_keys(wanted, component.tensors, tied_weights(module))

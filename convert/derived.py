@@ -24,8 +24,9 @@ from torch import nn
 
 from mlxconv.runtime.errors import MlxconvError
 
+from .fake_module import build_module, merged_config
 from .recipe import Recipe, parse_recipe
-from .tracing import build_module, merged_config, quiet
+from .tracing import quiet
 
 _TRIES = 400
 # Widths that are not known yet: primes that no model has as a size.

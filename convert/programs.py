@@ -160,7 +160,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _defaults(cls: type, config: Mapping[str, Any]) -> dict[str, Any]:
-    from .tracing import merged_config
+    from .fake_module import merged_config
 
     return merged_config(cls, config)
 
@@ -175,7 +175,7 @@ def _constants(
     """
     import torch
 
-    from .tracing import build_module
+    from .fake_module import build_module
 
     found = {name: (traced.constants[name], False) for name in names}
     low = [name for name in names if traced.constants[name].dtype == traced.dtype]
@@ -258,7 +258,7 @@ def module_parameters(
         with torch.device("meta"):
             made = cls(cls.config_class.from_pretrained(path, local_files_only=True))  # type: ignore[attr-defined]
     else:
-        from .tracing import build_module
+        from .fake_module import build_module
 
         made, _ = build_module(cls, config)
     owners = {}

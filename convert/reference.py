@@ -173,7 +173,7 @@ def _streamed(
     component: Component, dtype: torch.dtype, label: str
 ) -> tuple[nn.Module, str, _Tensors]:
     """A module on the meta device that reads each child's own tensors around its forward."""
-    from .tracing import build_module
+    from .fake_module import build_module
 
     cls = component_class(component)
     module, _ = build_module(cls, merged_config(component), dtype=dtype)

@@ -1,7 +1,5 @@
 """A torch module's forward pass as one functional ATen graph, without its weights.
 
-``build_module`` constructs a class with *fake* parameters (shapes only, so a 20 B model takes
-no memory) and real tables, with the dtypes that ``from_pretrained(torch_dtype=...)`` gives.
 ``trace`` exports one program of a recipe, with every free dim symbolic, every module's output
 readable through an ``mlxconv.tap`` node, and autocast regions and in-place operations gone.
 """
@@ -15,30 +13,28 @@ import inspect
 import logging
 import math
 import re
-import sys
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
 from torch.fx import Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
-from torch.utils._device import _device_constructors
 
 from mlxconv.runtime.errors import MlxconvError
 
 from . import repeats
 from .conditions import answered
+from .fake_module import build_module, merged_config
 from .functional import functional
 from .keys import tied_weights
 from .multiples import Axis, known_multiples, multiple
@@ -46,6 +42,7 @@ from .posteriors import register_posteriors
 from .recipe import Expression, ProgramRecipe, Recipe, evaluate, example_inputs, names_in, place
 from .repeats import Repeated, repeated_blocks
 from .selections import selections
+from .symbolic_builtins import symbolic_builtins
 from .symbols import remembered_sizes
 
 _LIBRARY = torch.library.Library("mlxconv", "DEF")  # type: ignore[no-untyped-call]
@@ -133,164 +130,6 @@ class Traced:
     tied: dict[str, str] = field(default_factory=dict)
 
 
-# --- the module -------------------------------------------------------------------------------
-
-
-def merged_config(cls: type, config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` with the constructor's defaults filled in, and without diffusers' private keys."""
-    defaults = {
-        name: parameter.default
-        for name, parameter in inspect.signature(cls).parameters.items()
-        if parameter.default is not inspect.Parameter.empty
-    }
-    return {**defaults, **{k: v for k, v in config.items() if not k.startswith("_")}}
-
-
-def build_module(
-    cls: type[nn.Module], config: Mapping[str, Any], *, dtype: torch.dtype = torch.bfloat16
-) -> tuple[nn.Module, FakeTensorMode]:
-    """An eval-mode module with fake parameters and persistent buffers; its other tensors are real.
-
-    dtypes are those of ``from_pretrained(torch_dtype=dtype)`` (diffusers 0.42 ``ModelMixin``):
-    the default dtype is ``dtype`` during construction; floating parameters and persistent buffers
-    are cast, but for ``_keep_in_fp32_modules``; other buffers and plain attributes are as built.
-    transformers keeps those for float16 alone, and ``_keep_in_fp32_modules_strict`` always.
-    """
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(tracked_fakes=[]))
-    with _fake_registration(mode), _default_dtype(dtype), torch.no_grad():
-        module = _without_tables(cls, config, mode) or _construct(cls, config)
-    lenient = hasattr(cls, "config_class") and dtype != torch.float16
-    kept = getattr(module, f"_keep_in_fp32_modules{'_strict' if lenient else ''}", None) or []
-    _cast(module, mode, dtype, [kept] if isinstance(kept, str) else list(kept))
-    return module.eval(), mode
-
-
-def _without_tables(
-    cls: type[nn.Module], config: Mapping[str, Any], mode: FakeTensorMode
-) -> nn.Module | None:
-    """The module if none of its tensors is built by its class; what it computes costs no memory.
-
-    A class may compute gigabytes for a buffer that the checkpoint has.
-    """
-    try:
-        with mode:
-            module = cls.from_config(dict(config))  # type: ignore[attr-defined]
-    except Exception:  # a constructor may read values, which fake tensors do not have
-        return None
-    return None if _has_tables(module) else module
-
-
-def _has_tables(module: nn.Module) -> bool:
-    """Whether any tensor is neither a parameter nor a persistent buffer."""
-
-    def holds(value: Any, depth: int = 0) -> bool:
-        if isinstance(value, torch.Tensor):
-            return True
-        if isinstance(value, nn.Module) or depth > 3:
-            return False
-        items = value.values() if isinstance(value, dict) else value
-        if isinstance(items, (list, tuple, set, ValuesView)):
-            return any(holds(item, depth + 1) for item in items)
-        return hasattr(value, "__dict__") and holds(vars(value), depth + 1)
-
-    registered = ("_parameters", "_buffers", "_modules")
-    return any(
-        child._non_persistent_buffers_set
-        or any(holds(v) for k, v in vars(child).items() if k not in registered)
-        for child in module.modules()
-    )
-
-
-def _construct(cls: type[nn.Module], config: Mapping[str, Any]) -> nn.Module:
-    """Without initial values, which cost as much time as a trace and may read those before."""
-    from transformers.initialization import no_init_weights
-
-    try:
-        with no_init_weights():
-            if hasattr(cls, "from_config"):
-                return cls.from_config(dict(config))  # type: ignore[no-any-return]
-            if hasattr(cls, "config_class"):
-                return _of_transformers(cls, config)
-            return cls(**{key: value for key, value in config.items() if not key.startswith("_")})
-    except Exception as error:
-        raise MlxconvError(
-            f"{cls.__name__} cannot be built from its configuration: {error}. Check config.json"
-        ) from error
-
-
-def _of_transformers(cls: Any, config: Mapping[str, Any]) -> nn.Module:
-    module: nn.Module = cls(cls.config_class.from_dict(dict(config)))
-    module.tie_weights()  # type: ignore[operator]
-    return module
-
-
-@contextlib.contextmanager
-def _fake_registration(mode: FakeTensorMode) -> Iterator[None]:
-    """Every parameter and persistent buffer registered inside becomes a fake tensor."""
-    parameter, buffer = nn.Module.register_parameter, nn.Module.register_buffer
-
-    def fake_parameter(self: nn.Module, name: str, value: nn.Parameter | None) -> None:
-        if value is not None and not isinstance(value, FakeTensor):  # a tied one stays the same
-            value = nn.Parameter(_fake(mode, value), requires_grad=False)
-        parameter(self, name, value)
-
-    def fake_buffer(
-        self: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True
-    ) -> None:
-        buffer(
-            self,
-            name,
-            _fake(mode, tensor) if persistent and tensor is not None else tensor,
-            persistent,
-        )
-
-    nn.Module.register_parameter = fake_parameter  # type: ignore[method-assign, assignment]
-    nn.Module.register_buffer = fake_buffer  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = parameter  # type: ignore[method-assign]
-        nn.Module.register_buffer = buffer  # type: ignore[method-assign]
-
-
-def _fake(
-    mode: FakeTensorMode, tensor: torch.Tensor, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    with mode:
-        return torch.empty(tensor.shape, dtype=dtype or tensor.dtype)
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _cast(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype, kept: list[str]) -> None:
-    """Floating fakes to ``dtype``, or fp32 where a whole component of the name is in ``kept``."""
-    made: dict[int, torch.Tensor] = {}
-    for path, child in module.named_modules():
-        for name in [
-            *child._parameters,
-            *(set(child._buffers) - child._non_persistent_buffers_set),
-        ]:
-            old = getattr(child, name)
-            if old is None or not old.is_floating_point():
-                continue
-            parts = [*path.split("."), name]
-            new = torch.float32 if any(part in kept for part in parts) else dtype
-            if id(old) not in made:
-                fresh = _fake(mode, old, new)
-                made[id(old)] = (
-                    nn.Parameter(fresh, requires_grad=False) if name in child._parameters else fresh
-                )
-            setattr(child, name, made[id(old)])
-
-
 # --- the trace --------------------------------------------------------------------------------
 
 
@@ -355,7 +194,7 @@ def _tracing(module: nn.Module, apart: set[str] | None) -> Iterator[set[str]]:
         with (
             repeats.traced_once(module, apart) as stood_in,
             _taps(module),
-            _symbolic_builtins(module),
+            symbolic_builtins(module),
             remembered_sizes(),
             selections(),
             quiet(),
@@ -557,137 +396,6 @@ def _find(tree: Any, path: tuple[str | int, ...]) -> Any:
         else:
             tree = tree.get(part) if isinstance(tree, dict) else None
     return tree
-
-
-# --- sizes that stay symbolic -----------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _symbolic_builtins(module: nn.Module) -> Iterator[None]:
-    """Inside, ``int``, ``len``, ``max``, ``min`` and ``[x] * size`` leave sizes symbolic.
-
-    Python's ``int`` and ``len`` have to return a number, and ``max`` has to know which is the
-    larger: each would build the traced size into the graph without a word. The stand-ins go into
-    the source modules of the traced classes, and out of them afterwards.
-    """
-    _device_constructors()  # remembered by torch: not with the stand-ins for its functions
-    names = {type(child).__module__ for child in module.modules()}
-    spaces = [vars(sys.modules[n]) for n in names if n.split(".")[0] in _LIBRARIES]
-    added = [(space, name) for space in spaces for name in _STAND_INS if name not in space]
-    multiply, tensor, linspace = torch.SymInt.__rmul__, torch.tensor, torch.linspace
-
-    def repeat_or_multiply(self: torch.SymInt, other: Any) -> Any:
-        return _Repeated(other, self) if isinstance(other, list) else multiply(self, other)
-
-    def tensor_of(data: Any, **options: Any) -> torch.Tensor:
-        if isinstance(data, _Repeated) and len(data.items) == 1:
-            return torch.full((data.count,), data.items[0], **options)
-        if isinstance(data, float) and options.get("dtype") in (torch.bfloat16, torch.float16):
-            return torch.full((), data, **options)  # the graph has the number, not its rounding
-        return tensor(data, **options)
-
-    for space, name in added:
-        space[name] = _STAND_INS[name]
-    hashed = torch.SymInt.__hash__
-    torch.SymInt.__hash__ = _hash_of_size  # type: ignore  # for sets, and functools.lru_cache
-    torch.SymInt.__rmul__, torch.tensor = repeat_or_multiply, tensor_of  # type: ignore
-    torch.linspace = _linspace(linspace)
-    torch.SymFloat.sqrt = lambda size: size**0.5  # type: ignore  # what numpy.sqrt calls
-    data = torch.Tensor.data
-    torch.Tensor.data = property(torch.Tensor.detach, data.__set__)  # type: ignore
-    try:
-        yield
-    finally:
-        torch.SymInt.__rmul__, torch.tensor = multiply, tensor  # type: ignore
-        torch.SymInt.__hash__ = hashed  # type: ignore
-        torch.linspace = linspace
-        del torch.Tensor.data, torch.SymFloat.sqrt  # type: ignore
-        for space, name in added:
-            del space[name]
-
-
-def _hash_of_size(size: torch.SymInt) -> int:
-    """The same for equal expressions of one trace, so that comparing them tells nothing new."""
-    expression = size.node.expr
-    if expression.is_number:
-        return hash(int(expression))
-    return hash((str(expression), id(size.node.shape_env)))
-
-
-@dataclass(frozen=True)
-class _Repeated:
-    """``items * count`` for a symbolic count."""
-
-    items: list[Any]
-    count: torch.SymInt
-
-
-class _IntType(type):
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, int)
-
-
-class _Int(int, metaclass=_IntType):
-    """``int``, but for a symbolic size, which it returns as it is."""
-
-    def __new__(cls, value: Any = 0, *args: Any) -> Any:
-        return value if isinstance(value, torch.SymInt) else int(value, *args)
-
-
-class _FloatType(type):
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, float)
-
-
-class _Float(float, metaclass=_FloatType):
-    """``float``, but for a symbolic size, which stays symbolic."""
-
-    def __new__(cls, value: Any = 0.0) -> Any:
-        if isinstance(value, (torch.SymInt, torch.SymFloat)):
-            return torch.sym_float(value)  # type: ignore[no-untyped-call]
-        return float(value)
-
-
-def _len(value: Any) -> Any:
-    return value.shape[0] if isinstance(value, torch.Tensor) else len(value)
-
-
-def _extreme(
-    builtin: Callable[..., Any], symbolic: Callable[[Any, Any], Any]
-) -> Callable[..., Any]:
-    def extreme(*values: Any, **options: Any) -> Any:
-        items = values if len(values) > 1 else list(values[0])
-        if options or not any(isinstance(item, (torch.SymInt, torch.SymFloat)) for item in items):
-            return builtin(items, **options)
-        return functools.reduce(symbolic, items)
-
-    return extreme
-
-
-def _linspace(builtin: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``torch.linspace``, whose ``steps`` has to be a number, for symbolic steps as well."""
-
-    def linspace(start: Any, end: Any, steps: Any, **options: Any) -> torch.Tensor:
-        if not isinstance(steps, torch.SymInt):
-            return builtin(start, end, steps, **options)
-        options["dtype"] = options.get("dtype") or torch.get_default_dtype()
-        place = torch.arange(steps, **options)  # type: ignore[call-overload]
-        step = (end - start) / torch.sym_max(steps - 1, 1)  # type: ignore[no-untyped-call]
-        half = torch.sym_max(steps // 2, 1)  # type: ignore[no-untyped-call]
-        # As torch does, each half from its own end.
-        return torch.where(place < half, start + step * place, end - step * (steps - 1 - place))
-
-    return linspace
-
-
-_LIBRARIES = ("diffusers", "transformers")
-_STAND_INS: dict[str, Any] = {
-    "int": _Int,
-    "float": _Float,
-    "len": _len,
-    "max": _extreme(max, torch.sym_max),
-    "min": _extreme(min, torch.sym_min),
-}
 
 
 # --- taps -------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def make(folder: str, double: str, single: str) -> dict[str, Any]:
     import diffusers
     import numpy as np
 
-    from mlxconv.convert.tracing import build_module
+    from mlxconv.convert.fake_module import build_module
     from mlxconv.convert.writer import Output, pass_through, write_weights
 
     config = {"num_layers": int(double), "num_single_layers": int(single), "guidance_embeds": True}

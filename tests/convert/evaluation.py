@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from mlxconv.convert.fake_module import merged_config
 from mlxconv.convert.lowering import lower
 from mlxconv.convert.recipe import Dim, Precision, ProgramRecipe, Recipe, example_inputs
 from mlxconv.convert.recipe import Input as RecipeInput
-from mlxconv.convert.tracing import merged_config, trace
+from mlxconv.convert.tracing import trace
 from mlxconv.runtime.ops import OPS, dtype_of
 from mlxconv.runtime.program import Arg, Block, Body, Entry, Parameter, Ref, Weight
 

@@ -12,10 +12,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlxconv.convert.fake_module import merged_config
 from mlxconv.convert.outline import outline
 from mlxconv.convert.recipe import load_recipe
 from mlxconv.convert.rewrites import rewrite
-from mlxconv.convert.tracing import merged_config
 from mlxconv.runtime.program import (
     Arg,
     Block,

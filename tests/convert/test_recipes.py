@@ -19,13 +19,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mlxconv.convert.bundle_files import versions
+from mlxconv.convert.fake_module import merged_config
 from mlxconv.convert.forwards import mlx_inputs
 from mlxconv.convert.measure import measure, write_figures
 from mlxconv.convert.model_class import find_class
 from mlxconv.convert.quantization import matches
 from mlxconv.convert.recipe import Recipe, all_recipes, example_inputs, load_recipe
 from mlxconv.convert.supported import kind_of
-from mlxconv.convert.tracing import merged_config
 from mlxconv.runtime.bundle import LoadedComponent, load_component, open_bundle
 from mlxconv.runtime.program import from_json, to_json, validate
 from mlxconv.runtime.staging import Staged

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from mlxconv.convert import programs, repeats
+from mlxconv.convert.fake_module import build_module
 from mlxconv.convert.lowering import lower
 from mlxconv.convert.programs import compile_program
 from mlxconv.convert.recipe import Recipe, load_recipe, load_recipe_file
-from mlxconv.convert.tracing import build_module, trace
+from mlxconv.convert.tracing import trace
 from mlxconv.runtime.executor import Executor
 from mlxconv.runtime.program import to_json
 

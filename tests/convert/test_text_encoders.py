@@ -14,12 +14,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from mlxconv.convert.conversion import convert
+from mlxconv.convert.fake_module import build_module
 from mlxconv.convert.forwards import mlx_inputs
 from mlxconv.convert.keys import tied_weights
 from mlxconv.convert.measure import tiny_checkpoint
 from mlxconv.convert.parity import verify
 from mlxconv.convert.recipe import Input, Recipe, _values, load_recipe, parse_recipe
-from mlxconv.convert.tracing import build_module, trace
+from mlxconv.convert.tracing import trace
 from mlxconv.runtime.bundle import load_component
 
 from ..bundles import tensors

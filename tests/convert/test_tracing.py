@@ -10,10 +10,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from mlxconv.convert import repeats, tracing
+from mlxconv.convert import repeats
+from mlxconv.convert.fake_module import build_module, merged_config
 from mlxconv.convert.multiples import multiple
 from mlxconv.convert.recipe import ProgramRecipe, example_inputs, load_recipe
-from mlxconv.convert.tracing import Traced, build_module, merged_config, trace
+from mlxconv.convert.symbolic_builtins import symbolic_builtins
+from mlxconv.convert.tracing import Traced, trace
 from mlxconv.runtime.errors import MlxconvError
 
 torch.set_num_threads(1)
@@ -329,7 +331,7 @@ def test_functions_that_torch_remembers_are_its_own():
     from torch.utils._device import _device_constructors
 
     _device_constructors.cache_clear()
-    with tracing._symbolic_builtins(nn.Linear(1, 1)), torch.device("meta"):
+    with symbolic_builtins(nn.Linear(1, 1)), torch.device("meta"):
         torch.ones(1)
     with torch.device("meta"):
         assert torch.tensor([1.0]).device.type == torch.linspace(0, 1, 2).device.type == "meta"
