@@ -3,8 +3,12 @@
 from ..errors import MlxconvError
 from .family import Family
 from .flux import FLUX
+from .stable_diffusion_3 import STABLE_DIFFUSION_3
 
-FAMILIES: dict[str, Family] = {"FluxPipeline": FLUX}
+FAMILIES: dict[str, Family] = {
+    "FluxPipeline": FLUX,
+    "StableDiffusion3Pipeline": STABLE_DIFFUSION_3,
+}
 
 
 def family_of(pipeline: str, where: str) -> Family:

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..bundle import Bundle, LoadedComponent, load_component, read_json
+from ..guidance import Guidance
 from ..noise import Generator
 from ..schedulers import Schedule, Scheduler, read_scheduler
 from ..text import TextTokenizer, Tokens
@@ -51,6 +52,10 @@ class Parts:
         self.notes: list[str] = []  # what a user should know of the last prompt
         self._loaded: dict[str, LoadedComponent] = {}
 
+    def has(self, name: str) -> bool:
+        """Whether the bundle has this component: some pipelines go without one."""
+        return name in self.bundle.manifest["components"]
+
     def component(self, name: str) -> LoadedComponent:
         """A component, kept until it is released."""
         if name not in self._loaded:
@@ -91,6 +96,11 @@ class Family:
     encode: prompt -> the denoiser's prompt inputs. start: noise for `count` images, packed.
     inputs: what else the denoiser takes, for one image. times: its schedule inputs (calls, 1).
     decode: latents (1, ...) -> pixels (1, height, width, 3) in 0 to 1.
+    embedded: guidance is an input of the denoiser (or there is none), and classifier-free guidance
+    waits for a negative prompt; otherwise guidance is its scale, and the negative prompt is "".
+    guidance: its form. negative: encode, where a negative prompt is encoded in another way.
+    latents: the step's keywords of the latents. prediction: (output, latents) -> what the scheduler
+    takes, of the latents' shape.
     """
 
     denoiser: str
@@ -102,3 +112,21 @@ class Family:
     schedule: Callable[[Scheduler, Request, mx.array], Schedule]
     times: Callable[[Schedule], Inputs]
     decode: Callable[[Parts, mx.array, Request], mx.array]
+    embedded: bool = False
+    guidance: Guidance = Guidance()
+    negative: Callable[[Parts, str, Request], Inputs] | None = None
+    latents: Callable[[mx.array], Inputs] = lambda x: {"hidden_states": x}
+    prediction: Callable[[mx.array, mx.array], mx.array] = lambda output, _: output
+
+
+def t5_states(
+    parts: Parts, suffix: str, prompt: str, length: int, *, masked: bool
+) -> tuple[mx.array, mx.array]:
+    """T5's hidden states (1, length, width) and the tokens' mask (1, length).
+
+    suffix: of the encoder and its tokenizer, "" or "_2". masked: padding is not read.
+    """
+    tokens = parts.tokens(f"tokenizer{suffix}", prompt, length)
+    mask = tokens.mask if masked else mx.ones_like(tokens.mask)
+    found = parts.component(f"text_encoder{suffix}")(input_ids=tokens.ids, attention_mask=mask)
+    return (found[0] if isinstance(found, tuple) else found), tokens.mask

@@ -1,0 +1,70 @@
+"""Every family's pictures are those of diffusers' own pipeline for the same prompt and seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlxconv.convert.conversion import convert
+from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.pipeline import Pipeline, load
+
+from .test_generate import NEGATIVE, PROMPT, psnr
+from .tiny_families import TINY, absent_parts
+
+TOKENS = 16
+
+
+@dataclass
+class Pair:
+    """A tiny pipeline in MLX and in diffusers, and the call's options that differ."""
+
+    name: str
+    ours: Pipeline
+    theirs: Any
+
+
+@pytest.fixture(scope="module", params=list(TINY))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    from diffusers import DiffusionPipeline
+
+    folder = tmp_path_factory.mktemp(request.param)
+    TINY[request.param](folder / "checkpoint")
+    convert(folder / "checkpoint", folder / "bundle", "fp32")
+    absent = dict.fromkeys(absent_parts(folder / "checkpoint"))
+    theirs = DiffusionPipeline.from_pretrained(folder / "checkpoint", **absent)
+    theirs.set_progress_bar_config(disable=True)
+    return Pair(request.param, load(folder / "bundle", keep=True), theirs)
+
+
+SIZE = {"width": 64, "height": 32}
+
+
+def by_diffusers(pair: Pair, steps: int, **options: Any) -> np.ndarray[Any, Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(7)
+    found = pair.theirs(
+        PROMPT, **SIZE, num_inference_steps=steps, generator=generator, output_type="np",
+        **{"max_sequence_length": TOKENS}, **options,
+    )  # fmt: skip
+    return np.asarray(found.images)
+
+
+@pytest.mark.parametrize("steps", [4, 20])
+@pytest.mark.parametrize("negative", [None, NEGATIVE])
+def test_the_same_seed_gives_the_same_picture(
+    pair: Pair, steps: int, negative: str | None
+) -> None:
+    ours = pair.ours(PROMPT, **SIZE, negative=negative, steps=steps, seed=7, tokens=TOKENS).pixels
+    options = {} if negative is None else {"negative_prompt": negative}
+    theirs = by_diffusers(pair, steps, **options)
+    assert theirs.std() > 0.02
+    decibels = psnr(ours, theirs)
+    print(f"\n{pair.name} {steps} steps, negative {negative!r}: {decibels:.1f} dB")
+    assert decibels >= 50

@@ -1,0 +1,102 @@
+"""Tiny pipelines in diffusers' format, text encoders and tokenizers included: one a family."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mlxconv.convert.measure import tiny_checkpoint
+from mlxconv.convert.recipe import load_recipe
+
+from ..conftest import _clip_tokenizer, _save, _t5_tokenizer
+
+Made = dict[str, tuple[str, str]]
+
+
+def _model(folder: Path, name: str, class_name: str, variant: str | None = None, **changed: Any):
+    recipe = load_recipe(class_name)
+    recipe = replace(recipe, tiny={**recipe.tiny, **changed})
+    tiny_checkpoint(recipe, variant, folder / name, seed=len(name))
+
+
+def _index(folder: Path, pipeline: str, **parts: str | None) -> None:
+    """model_index.json: `library.Class` a part."""
+    rows = {k: v.split(".") if v else [None, None] for k, v in parts.items()}
+    data = {"_class_name": pipeline, "_diffusers_version": "0.42.1", **rows}
+    (folder / "model_index.json").write_text(json.dumps(data), encoding="utf-8")
+
+
+def absent_parts(folder: Path) -> list[str]:
+    """Components that a pipeline goes without, which diffusers wants to be told."""
+    data = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    return [name for name, value in data.items() if value == [None, None]]
+
+
+def _clip(folder: Path, suffix: str, width: int, **options: Any) -> None:
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    tokenizer = _clip_tokenizer(**options)
+    _save(CLIPTextModelWithProjection(CLIPTextConfig(
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, projection_dim=width, eos_token_id=1,
+    )), folder / f"text_encoder{suffix}", seed=width)  # fmt: skip
+    tokenizer.save_pretrained(str(folder / f"tokenizer{suffix}"))
+
+
+def _t5(folder: Path, suffix: str = "") -> None:
+    from transformers import T5Config, T5EncoderModel
+
+    tokenizer = _t5_tokenizer()
+    _save(T5EncoderModel(T5Config(
+        vocab_size=len(tokenizer), d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4,
+        feed_forward_proj="gated-gelu",
+    )), folder / f"text_encoder{suffix}", seed=3)  # fmt: skip
+    tokenizer.save_pretrained(str(folder / f"tokenizer{suffix}"))
+
+
+def _vae(folder: Path, **changed: Any) -> None:
+    options = {"shift_factor": 0.1, "scaling_factor": 0.5, **changed}
+    _model(folder, "vae", "AutoencoderKL", "flux", **options)
+
+
+def _flow(folder: Path, **options: Any) -> None:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    FlowMatchEulerDiscreteScheduler(**options).save_pretrained(str(folder / "scheduler"))
+
+
+_CLIP = {"text_encoder": "transformers.CLIPTextModelWithProjection",
+         "text_encoder_2": "transformers.CLIPTextModelWithProjection",
+         "tokenizer": "transformers.CLIPTokenizer", "tokenizer_2": "transformers.CLIPTokenizer"}
+_T5 = {"text_encoder": "transformers.T5EncoderModel", "tokenizer": "transformers.T5TokenizerFast"}
+_FLOW = {"scheduler": "diffusers.FlowMatchEulerDiscreteScheduler", "vae": "diffusers.AutoencoderKL"}
+
+
+def stable_diffusion_3(folder: Path, t5: bool = True) -> None:
+    """Two CLIPs of different widths, the second one's padding another token."""
+    _clip(folder, "", 16)
+    _clip(folder, "_2", 32, pad_token="!")
+    if t5:
+        _t5(folder, "_3")
+    _model(folder, "transformer", "SD3Transformer2DModel", pooled_projection_dim=48, num_layers=2)
+    _vae(folder)
+    _flow(folder, shift=3.0)
+    _index(
+        folder, "StableDiffusion3Pipeline", **_CLIP, **_FLOW,
+        text_encoder_3=_T5["text_encoder"] if t5 else None,
+        tokenizer_3=_T5["tokenizer"] if t5 else None,
+        transformer="diffusers.SD3Transformer2DModel",
+    )  # fmt: skip
+
+
+def stable_diffusion_3_without_t5(folder: Path) -> None:
+    """As published for small machines."""
+    stable_diffusion_3(folder, t5=False)
+
+
+TINY: dict[str, Callable[[Path], None]] = {
+    f.__name__: f for f in (stable_diffusion_3, stable_diffusion_3_without_t5)
+}  # fmt: skip
