@@ -161,9 +161,7 @@ class Pipeline:
         return self._timed(
             made,
             "prepare",
-            lambda: Guided(
-                staged, given[0], times, negative, guidance, latents=family.latents
-            ),
+            lambda: Guided(staged, given[0], times, negative, guidance, latents=family.latents),
         )
 
     def _loop(

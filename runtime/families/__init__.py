@@ -1,6 +1,7 @@
 """What a pipeline does around the loop: prompt, packing, guidance, decoding. One file a family."""
 
 from ..errors import MlxconvError
+from .chroma import CHROMA
 from .family import Family
 from .flux import FLUX
 from .stable_diffusion_3 import STABLE_DIFFUSION_3
@@ -8,6 +9,7 @@ from .stable_diffusion_3 import STABLE_DIFFUSION_3
 FAMILIES: dict[str, Family] = {
     "FluxPipeline": FLUX,
     "StableDiffusion3Pipeline": STABLE_DIFFUSION_3,
+    "ChromaPipeline": CHROMA,
 }
 
 

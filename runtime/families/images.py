@@ -27,12 +27,24 @@ def scaled(z: mx.array, config: Mapping[str, Any]) -> mx.array:
     return z / config["scaling_factor"] + (config.get("shift_factor") or 0)
 
 
-def noise_as(
-    parts: Parts, encoder: str, generator: Generator, shape: tuple[int, ...]
-) -> mx.array:
+def noise_as(parts: Parts, encoder: str, generator: Generator, shape: tuple[int, ...]) -> mx.array:
     """Standard normal of a shape, in the precision of an encoder, as the pipelines draw it."""
     dtype = str(parts.component(encoder).dtype).removeprefix("mlx.core.")
     return generator.normal(shape, dtype)
+
+
+# ---- latents (n, channels, height, width), of an AutoencoderKL -----------------------------------
+
+
+def plain_shape(parts: Parts, request: Request) -> tuple[int, ...]:
+    """Of a request's latents (count, channels, height, width)."""
+    scale, channels = vae_scale(parts.config("vae")), parts.config("transformer")["in_channels"]
+    return request.count, channels, request.height // scale, request.width // scale
+
+
+def plain_decode(parts: Parts, latents: mx.array, request: Request) -> mx.array:
+    """Latents (1, channels, height, width) -> pixels (1, height, width, 3)."""
+    return pixels(parts.component("vae").decode(z=scaled(latents, parts.config("vae"))))
 
 
 # ---- latents packed by 2 x 2, as FLUX.1 does -----------------------------------------------------

@@ -8,7 +8,7 @@ import mlx.core as mx
 from ..noise import Generator
 from ..schedulers import Schedule, Scheduler, make_schedule, shift_for
 from .family import Defaults, Family, Inputs, Parts, Request, t5_states
-from .images import noise_as, own_times, pixels, scaled, vae_scale
+from .images import noise_as, own_times, plain_decode, plain_shape, vae_scale
 
 _TOKENS = 256
 _PATCH = 2
@@ -46,10 +46,7 @@ def _encode(parts: Parts, prompt: str, request: Request) -> Inputs:
 
 
 def _start(parts: Parts, request: Request, generator: Generator) -> mx.array:
-    scale = vae_scale(parts.config("vae"))
-    channels = parts.config("transformer")["in_channels"]
-    shape = (request.count, channels, request.height // scale, request.width // scale)
-    return noise_as(parts, "text_encoder", generator, shape)
+    return noise_as(parts, "text_encoder", generator, plain_shape(parts, request))
 
 
 def _schedule(scheduler: Scheduler, request: Request, latents: mx.array) -> Schedule:
@@ -57,11 +54,7 @@ def _schedule(scheduler: Scheduler, request: Request, latents: mx.array) -> Sche
     return make_schedule(scheduler, request.steps, mu=shift_for(scheduler, tokens))
 
 
-def _decode(parts: Parts, latents: mx.array, request: Request) -> mx.array:
-    return pixels(parts.component("vae").decode(z=scaled(latents, parts.config("vae"))))
-
-
 STABLE_DIFFUSION_3 = Family(
     "transformer", ("text_encoder", "text_encoder_2", "text_encoder_3"), _defaults, _encode,
-    _start, lambda parts, request: {}, _schedule, own_times, _decode,
+    _start, lambda parts, request: {}, _schedule, own_times, plain_decode,
 )  # fmt: skip

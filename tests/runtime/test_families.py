@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mlxconv.convert.conversion import convert
-from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.pipeline import Pipeline, load
 
 from .test_generate import NEGATIVE, PROMPT, psnr
-from .tiny_families import TINY, absent_parts
+from .tiny_families import CALLED_WITH, TINY, absent_parts
 
 TOKENS = 16
 
@@ -51,16 +48,14 @@ def by_diffusers(pair: Pair, steps: int, **options: Any) -> np.ndarray[Any, Any]
     generator = torch.Generator().manual_seed(7)
     found = pair.theirs(
         PROMPT, **SIZE, num_inference_steps=steps, generator=generator, output_type="np",
-        **{"max_sequence_length": TOKENS}, **options,
+        max_sequence_length=TOKENS, **CALLED_WITH.get(pair.name, {}), **options,
     )  # fmt: skip
     return np.asarray(found.images)
 
 
 @pytest.mark.parametrize("steps", [4, 20])
 @pytest.mark.parametrize("negative", [None, NEGATIVE])
-def test_the_same_seed_gives_the_same_picture(
-    pair: Pair, steps: int, negative: str | None
-) -> None:
+def test_the_same_seed_gives_the_same_picture(pair: Pair, steps: int, negative: str | None) -> None:
     ours = pair.ours(PROMPT, **SIZE, negative=negative, steps=steps, seed=7, tokens=TOKENS).pixels
     options = {} if negative is None else {"negative_prompt": negative}
     theirs = by_diffusers(pair, steps, **options)
@@ -68,3 +63,10 @@ def test_the_same_seed_gives_the_same_picture(
     decibels = psnr(ours, theirs)
     print(f"\n{pair.name} {steps} steps, negative {negative!r}: {decibels:.1f} dB")
     assert decibels >= 50
+
+
+def test_both_prompts_are_read(pair: Pair) -> None:
+    options: dict[str, Any] = {**SIZE, "steps": 4, "tokens": TOKENS}
+    one = pair.ours(PROMPT, **options).pixels
+    assert psnr(one, pair.ours(NEGATIVE, **options).pixels) < 50
+    assert psnr(one, pair.ours(PROMPT, negative=NEGATIVE, **options).pixels) < 50

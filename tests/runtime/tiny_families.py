@@ -68,9 +68,12 @@ def _flow(folder: Path, **options: Any) -> None:
     FlowMatchEulerDiscreteScheduler(**options).save_pretrained(str(folder / "scheduler"))
 
 
-_CLIP = {"text_encoder": "transformers.CLIPTextModelWithProjection",
-         "text_encoder_2": "transformers.CLIPTextModelWithProjection",
-         "tokenizer": "transformers.CLIPTokenizer", "tokenizer_2": "transformers.CLIPTokenizer"}
+_CLIP = {
+    "text_encoder": "transformers.CLIPTextModelWithProjection",
+    "text_encoder_2": "transformers.CLIPTextModelWithProjection",
+    "tokenizer": "transformers.CLIPTokenizer",
+    "tokenizer_2": "transformers.CLIPTokenizer",
+}
 _T5 = {"text_encoder": "transformers.T5EncoderModel", "tokenizer": "transformers.T5TokenizerFast"}
 _FLOW = {"scheduler": "diffusers.FlowMatchEulerDiscreteScheduler", "vae": "diffusers.AutoencoderKL"}
 
@@ -97,6 +100,32 @@ def stable_diffusion_3_without_t5(folder: Path) -> None:
     stable_diffusion_3(folder, t5=False)
 
 
+def chroma(folder: Path) -> None:
+    _t5(folder)
+    _model(folder, "transformer", "ChromaTransformer2DModel", in_channels=64)
+    _vae(folder)
+    _flow(folder, use_dynamic_shifting=True)
+    _index(
+        folder, "ChromaPipeline", **_T5, **_FLOW, transformer="diffusers.ChromaTransformer2DModel"
+    )
+
+
+def pixart_sigma(folder: Path) -> None:
+    """With a learned variance, which is dropped."""
+    from diffusers import DPMSolverMultistepScheduler
+
+    _t5(folder)
+    _model(folder, "transformer", "PixArtTransformer2DModel", in_channels=16, out_channels=32)
+    _vae(folder)
+    DPMSolverMultistepScheduler().save_pretrained(str(folder / "scheduler"))
+    _index(
+        folder, "PixArtSigmaPipeline", **_T5, scheduler="diffusers.DPMSolverMultistepScheduler",
+        vae="diffusers.AutoencoderKL", transformer="diffusers.PixArtTransformer2DModel",
+    )  # fmt: skip
+
+
 TINY: dict[str, Callable[[Path], None]] = {
-    f.__name__: f for f in (stable_diffusion_3, stable_diffusion_3_without_t5)
-}  # fmt: skip
+    f.__name__: f for f in (stable_diffusion_3, stable_diffusion_3_without_t5, chroma)
+}
+CALLED_WITH: dict[str, dict[str, Any]] = {
+}
