@@ -4,12 +4,14 @@ from ..errors import MlxconvError
 from .chroma import CHROMA
 from .family import Family
 from .flux import FLUX
+from .pixart import PIXART_SIGMA
 from .stable_diffusion_3 import STABLE_DIFFUSION_3
 
 FAMILIES: dict[str, Family] = {
     "FluxPipeline": FLUX,
     "StableDiffusion3Pipeline": STABLE_DIFFUSION_3,
     "ChromaPipeline": CHROMA,
+    "PixArtSigmaPipeline": PIXART_SIGMA,
 }
 
 

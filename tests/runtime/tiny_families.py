@@ -125,7 +125,8 @@ def pixart_sigma(folder: Path) -> None:
 
 
 TINY: dict[str, Callable[[Path], None]] = {
-    f.__name__: f for f in (stable_diffusion_3, stable_diffusion_3_without_t5, chroma)
+    f.__name__: f for f in (stable_diffusion_3, stable_diffusion_3_without_t5, chroma, pixart_sigma)
 }
 CALLED_WITH: dict[str, dict[str, Any]] = {
+    "pixart_sigma": {"clean_caption": False, "use_resolution_binning": False},
 }
