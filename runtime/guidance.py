@@ -177,6 +177,8 @@ def _joined(
         return None
     entry = staged.entry_for({**positive, **{k: v[0] for k, v in rows.items()}})
     try:
+        if not _batches(entry):
+            raise _Unequal("its batch is built in")
         return {k: _join(entry, k, negative.get(k, v), v) for k, v in positive.items()}
     except _Unequal as error:
         if batched:

@@ -51,6 +51,18 @@ class TextTokenizer:
         mask = mx.array([encoded.attention_mask])
         return Tokens(mx.array([encoded.ids]), mask, max(0, whole - length))
 
+    def unpadded(self, text: str, length: int | None = None) -> Tokens:
+        """As many tokens as the text has, or `length` where those are fewer."""
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        whole = len(self._tokenizer.encode(text).ids)
+        if length is not None:
+            self._tokenizer.enable_truncation(length)
+        encoded = self._tokenizer.encode(text)
+        self._tokenizer.no_truncation()
+        mask = mx.array([encoded.attention_mask])
+        return Tokens(mx.array([encoded.ids]), mask, whole - len(encoded.ids))
+
     @property
     def _pad(self) -> tuple[int, str]:
         named = self._options.get("pad_token") or "<pad>"

@@ -5,6 +5,7 @@ from .chroma import CHROMA
 from .family import Family
 from .flux import FLUX
 from .pixart import PIXART_SIGMA
+from .qwen_image import QWEN_IMAGE
 from .stable_diffusion_3 import STABLE_DIFFUSION_3
 
 FAMILIES: dict[str, Family] = {
@@ -12,6 +13,7 @@ FAMILIES: dict[str, Family] = {
     "StableDiffusion3Pipeline": STABLE_DIFFUSION_3,
     "ChromaPipeline": CHROMA,
     "PixArtSigmaPipeline": PIXART_SIGMA,
+    "QwenImagePipeline": QWEN_IMAGE,
 }
 
 

@@ -73,9 +73,12 @@ class Parts:
         """A component's configuration, without loading it."""
         return read_json(self.bundle.component(name) / "config.json")
 
-    def tokens(self, name: str, text: str, length: int | None = None) -> Tokens:
-        """A prompt by a tokenizer, padded to `length`; what did not fit is noted."""
-        found = TextTokenizer(self.bundle.path / name).padded(text, length)
+    def tokens(
+        self, name: str, text: str, length: int | None = None, *, pad: bool = True
+    ) -> Tokens:
+        """A prompt by a tokenizer, at most or padded to `length`; what did not fit is noted."""
+        tokenizer = TextTokenizer(self.bundle.path / name)
+        found = tokenizer.padded(text, length) if pad else tokenizer.unpadded(text, length)
         if found.cut:
             self.notes.append(
                 f"{name}: the prompt has {found.cut} tokens more than the {found.ids.shape[1]} "

@@ -66,7 +66,10 @@ def test_the_same_seed_gives_the_same_picture(pair: Pair, steps: int, negative: 
 
 
 def test_both_prompts_are_read(pair: Pair) -> None:
-    options: dict[str, Any] = {**SIZE, "steps": 4, "tokens": TOKENS}
-    one = pair.ours(PROMPT, **options).pixels
-    assert psnr(one, pair.ours(NEGATIVE, **options).pixels) < 50
-    assert psnr(one, pair.ours(PROMPT, negative=NEGATIVE, **options).pixels) < 50
+    def made(prompt: str, negative: str | None = None) -> np.ndarray[Any, Any]:
+        return pair.ours(prompt, **SIZE, steps=4, tokens=TOKENS, negative=negative).pixels
+
+    one = made(PROMPT)
+    others = psnr(one, made(NEGATIVE)), psnr(one, made(PROMPT, NEGATIVE))
+    print(f"\n{pair.name} other prompts: {others[0]:.1f} and {others[1]:.1f} dB")
+    assert max(others) < 48

@@ -10,16 +10,27 @@ from typing import Any
 
 from mlxconv.convert.measure import tiny_checkpoint
 from mlxconv.convert.recipe import load_recipe
+from mlxconv.runtime.families.qwen_image import _TEMPLATE
 
-from ..conftest import _clip_tokenizer, _save, _t5_tokenizer
+from ..conftest import SENTENCES, _clip_tokenizer, _save, _t5_tokenizer
 
-Made = dict[str, tuple[str, str]]
+_VOCABULARY = 400
 
 
 def _model(folder: Path, name: str, class_name: str, variant: str | None = None, **changed: Any):
     recipe = load_recipe(class_name)
     recipe = replace(recipe, tiny={**recipe.tiny, **changed})
     tiny_checkpoint(recipe, variant, folder / name, seed=len(name))
+
+
+def _more_contrast(folder: Path, name: str) -> None:
+    """Scale a decoder's last weight, so that a prompt is seen in the picture."""
+    from safetensors.torch import load_file, save_file
+
+    (file,) = (folder / "vae").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors[name] *= 6
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _index(folder: Path, pipeline: str, **parts: str | None) -> None:
@@ -55,6 +66,25 @@ def _t5(folder: Path, suffix: str = "") -> None:
         feed_forward_proj="gated-gelu",
     )), folder / f"text_encoder{suffix}", seed=3)  # fmt: skip
     tokenizer.save_pretrained(str(folder / f"tokenizer{suffix}"))
+
+
+def _qwen_tokenizer(**options: Any) -> Any:
+    """A token a word, as in large vocabularies: Qwen-Image's template has 34 before the prompt."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import Qwen2Tokenizer
+
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    trained.train_from_iterator([*SENTENCES, _TEMPLATE], trainers.BpeTrainer(
+        vocab_size=_VOCABULARY, show_progress=False,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    ))  # fmt: skip
+    model = json.loads(trained.to_str())["model"]
+    merges = [tuple(pair) for pair in model["merges"]]
+    special = ["<|im_start|>", "<|im_end|>"]
+    return Qwen2Tokenizer(
+        vocab=model["vocab"], merges=merges, additional_special_tokens=special, **options
+    )
 
 
 def _vae(folder: Path, **changed: Any) -> None:
@@ -124,9 +154,30 @@ def pixart_sigma(folder: Path) -> None:
     )  # fmt: skip
 
 
+def qwen_image(folder: Path) -> None:
+    _qwen_tokenizer().save_pretrained(str(folder / "tokenizer"))
+    recipe = load_recipe("Qwen2_5_VLForConditionalGeneration")
+    language = {**recipe.tiny["text_config"], "vocab_size": _VOCABULARY}
+    _model(folder, "text_encoder", recipe.class_name, text_config=language)
+    _model(folder, "transformer", "QwenImageTransformer2DModel")
+    means = {"latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.5, 0.5, 1.0, 2.0]}
+    _model(folder, "vae", "AutoencoderKLQwenImage", **means)
+    _more_contrast(folder, "decoder.conv_out.weight")
+    _flow(folder, use_dynamic_shifting=True)
+    _index(
+        folder, "QwenImagePipeline", scheduler=_FLOW["scheduler"],
+        text_encoder="transformers.Qwen2_5_VLForConditionalGeneration",
+        tokenizer="transformers.Qwen2Tokenizer", vae="diffusers.AutoencoderKLQwenImage",
+        transformer="diffusers.QwenImageTransformer2DModel",
+    )  # fmt: skip
+
+
 TINY: dict[str, Callable[[Path], None]] = {
-    f.__name__: f for f in (stable_diffusion_3, stable_diffusion_3_without_t5, chroma, pixart_sigma)
-}
+    f.__name__: f
+    for f in (
+        stable_diffusion_3, stable_diffusion_3_without_t5, chroma, pixart_sigma, qwen_image,
+    )
+}  # fmt: skip
 CALLED_WITH: dict[str, dict[str, Any]] = {
     "pixart_sigma": {"clean_caption": False, "use_resolution_binning": False},
 }
