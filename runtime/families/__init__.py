@@ -7,6 +7,7 @@ from .flux import FLUX
 from .pixart import PIXART_SIGMA
 from .qwen_image import QWEN_IMAGE
 from .stable_diffusion_3 import STABLE_DIFFUSION_3
+from .z_image import Z_IMAGE
 
 FAMILIES: dict[str, Family] = {
     "FluxPipeline": FLUX,
@@ -14,6 +15,7 @@ FAMILIES: dict[str, Family] = {
     "ChromaPipeline": CHROMA,
     "PixArtSigmaPipeline": PIXART_SIGMA,
     "QwenImagePipeline": QWEN_IMAGE,
+    "ZImagePipeline": Z_IMAGE,
 }
 
 

@@ -172,10 +172,35 @@ def qwen_image(folder: Path) -> None:
     )  # fmt: skip
 
 
+_CHAT = """{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""  # Qwen3's, of a conversation without tools
+
+
+def z_image(folder: Path) -> None:
+    tokenizer = _qwen_tokenizer(chat_template=_CHAT)
+    tokenizer.save_pretrained(str(folder / "tokenizer"))
+    _model(folder, "text_encoder", "Qwen3Model", vocab_size=_VOCABULARY)
+    _model(folder, "transformer", "ZImageTransformer2DModel")
+    _vae(folder)
+    _flow(folder, shift=3.0)
+    _index(
+        folder, "ZImagePipeline", **_FLOW, tokenizer="transformers.Qwen2Tokenizer",
+        text_encoder="transformers.Qwen3Model", transformer="diffusers.ZImageTransformer2DModel",
+    )  # fmt: skip
+
+
 TINY: dict[str, Callable[[Path], None]] = {
     f.__name__: f
     for f in (
         stable_diffusion_3, stable_diffusion_3_without_t5, chroma, pixart_sigma, qwen_image,
+        z_image,
     )
 }  # fmt: skip
 CALLED_WITH: dict[str, dict[str, Any]] = {
