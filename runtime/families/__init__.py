@@ -6,6 +6,7 @@ from .family import Family
 from .flux import FLUX
 from .pixart import PIXART_SIGMA
 from .qwen_image import QWEN_IMAGE
+from .sana import SANA
 from .stable_diffusion_3 import STABLE_DIFFUSION_3
 from .z_image import Z_IMAGE
 
@@ -15,6 +16,7 @@ FAMILIES: dict[str, Family] = {
     "ChromaPipeline": CHROMA,
     "PixArtSigmaPipeline": PIXART_SIGMA,
     "QwenImagePipeline": QWEN_IMAGE,
+    "SanaPipeline": SANA,
     "ZImagePipeline": Z_IMAGE,
 }
 

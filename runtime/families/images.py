@@ -93,3 +93,13 @@ def flow_times(schedule: Schedule) -> Inputs:
 def own_times(schedule: Schedule) -> Inputs:
     """Timesteps (calls, 1) as the scheduler has them."""
     return {"timestep": mx.array(schedule.timesteps)[:, None]}
+
+
+def own_schedule(scheduler: Scheduler, request: Request, latents: mx.array) -> Schedule:
+    """So many steps, spaced as the scheduler does."""
+    return make_schedule(scheduler, request.steps)
+
+
+def mean_of(output: mx.array, latents: mx.array) -> mx.array:
+    """The channels (axis 1) of the latents, without those of a learned variance behind them."""
+    return output[:, : latents.shape[1]]

@@ -7,9 +7,16 @@ clean_caption=False; a size is made as it is asked for.
 import mlx.core as mx
 
 from ..noise import Generator
-from ..schedulers import Schedule, Scheduler, make_schedule
 from .family import Defaults, Family, Inputs, Parts, Request, t5_states
-from .images import noise_as, own_times, plain_decode, plain_shape, vae_scale
+from .images import (
+    mean_of,
+    noise_as,
+    own_schedule,
+    own_times,
+    plain_decode,
+    plain_shape,
+    vae_scale,
+)
 
 _TOKENS = 300
 
@@ -30,16 +37,7 @@ def _start(parts: Parts, request: Request, generator: Generator) -> mx.array:
     return noise_as(parts, "text_encoder", generator, plain_shape(parts, request))
 
 
-def _schedule(scheduler: Scheduler, request: Request, latents: mx.array) -> Schedule:
-    return make_schedule(scheduler, request.steps)
-
-
-def _mean(output: mx.array, latents: mx.array) -> mx.array:
-    """The first half of the channels, where the others are a learned variance."""
-    return output[:, : latents.shape[1]]
-
-
 PIXART_SIGMA = Family(
     "transformer", ("text_encoder",), _defaults, _encode, _start, lambda parts, request: {},
-    _schedule, own_times, plain_decode, prediction=_mean,
+    own_schedule, own_times, plain_decode, prediction=mean_of,
 )  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 from mlxconv.convert.measure import tiny_checkpoint
 from mlxconv.convert.recipe import load_recipe
 from mlxconv.runtime.families.qwen_image import _TEMPLATE
+from mlxconv.runtime.families.sana import _INSTRUCTION
 
 from ..conftest import SENTENCES, _clip_tokenizer, _save, _t5_tokenizer
 
@@ -196,13 +197,48 @@ def z_image(folder: Path) -> None:
     )  # fmt: skip
 
 
+def _gemma_tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+    from transformers import GemmaTokenizer
+
+    trained = Tokenizer(models.BPE(unk_token="<unk>"))
+    trained.normalizer = normalizers.Replace(" ", "▁")  # type: ignore[assignment]
+    trained.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")  # type: ignore[assignment]
+    trained.train_from_iterator([*SENTENCES, _INSTRUCTION], trainers.BpeTrainer(
+        vocab_size=_VOCABULARY, show_progress=False,
+        special_tokens=["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"],
+    ))  # fmt: skip
+    model = json.loads(trained.to_str())["model"]
+    return GemmaTokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
+
+
+def sana(folder: Path) -> None:
+    """Eight pixels a latent where the published ones have 32."""
+    from diffusers import DPMSolverMultistepScheduler
+
+    _gemma_tokenizer().save_pretrained(str(folder / "tokenizer"))
+    _model(folder, "text_encoder", "Gemma2Model", vocab_size=_VOCABULARY)
+    changed = {"in_channels": 4, "out_channels": 4, "caption_channels": 96}
+    _model(folder, "transformer", "SanaTransformer2DModel", **changed)
+    _model(folder, "vae", "AutoencoderDC", scaling_factor=0.5)
+    DPMSolverMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+    ).save_pretrained(str(folder / "scheduler"))
+    _index(
+        folder, "SanaPipeline", scheduler="diffusers.DPMSolverMultistepScheduler",
+        vae="diffusers.AutoencoderDC", tokenizer="transformers.GemmaTokenizer",
+        text_encoder="transformers.Gemma2Model", transformer="diffusers.SanaTransformer2DModel",
+    )  # fmt: skip
+
+
 TINY: dict[str, Callable[[Path], None]] = {
     f.__name__: f
     for f in (
         stable_diffusion_3, stable_diffusion_3_without_t5, chroma, pixart_sigma, qwen_image,
-        z_image,
+        sana, z_image,
     )
 }  # fmt: skip
 CALLED_WITH: dict[str, dict[str, Any]] = {
+    "sana": {"use_resolution_binning": False},
     "pixart_sigma": {"clean_caption": False, "use_resolution_binning": False},
 }
