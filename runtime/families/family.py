@@ -1,7 +1,7 @@
 """What every family is made of: a request, an opened bundle, and the functions between them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -116,7 +116,7 @@ class Family:
     times: Callable[[Schedule], Inputs]
     decode: Callable[[Parts, mx.array, Request], mx.array]
     embedded: bool = False
-    guidance: Guidance = Guidance()
+    guidance: Guidance = field(default_factory=Guidance)
     negative: Callable[[Parts, str, Request], Inputs] | None = None
     latents: Callable[[mx.array], Inputs] = lambda x: {"hidden_states": x}
     prediction: Callable[[mx.array, mx.array], mx.array] = lambda output, _: output

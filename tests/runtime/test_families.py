@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mlxconv.convert.conversion import convert
+from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.pipeline import Pipeline, load
 
 from .test_generate import NEGATIVE, PROMPT, psnr
@@ -73,3 +74,33 @@ def test_both_prompts_are_read(pair: Pair) -> None:
     others = psnr(one, made(NEGATIVE)), psnr(one, made(PROMPT, NEGATIVE))
     print(f"\n{pair.name} other prompts: {others[0]:.1f} and {others[1]:.1f} dB")
     assert max(others) < 48
+
+
+def test_guidance_can_be_off(pair: Pair) -> None:
+    off = {"qwen_image": {"cfg": 1.0}, "z_image": {"guidance": 0.0}}
+    ours = pair.ours(
+        PROMPT, **SIZE, steps=2, seed=7, tokens=TOKENS, negative=NEGATIVE,
+        **off.get(pair.name, {"guidance": 1.0}),
+    )  # fmt: skip
+    scale = {"qwen_image": {}, "z_image": {"guidance_scale": 0.0}}
+    theirs = by_diffusers(pair, 2, **scale.get(pair.name, {"guidance_scale": 1.0}))
+    assert psnr(ours.pixels, theirs) >= 50
+    assert any("the negative prompt is not read" in note for note in ours.notes)
+
+
+def test_several_pictures_are_those_of_one_batch(pair: Pair) -> None:
+    ours = pair.ours(PROMPT, **SIZE, steps=2, seed=7, tokens=TOKENS, count=2)
+    theirs = by_diffusers(pair, 2, num_images_per_prompt=2)
+    assert psnr(ours.pixels, theirs) >= 50
+
+
+def test_a_negative_prompt_may_be_the_prompt(pair: Pair) -> None:
+    made = pair.ours(PROMPT, negative=PROMPT, **SIZE, steps=1, tokens=TOKENS)
+    assert made.pixels.std() > 0.02
+
+
+def test_cfg_is_of_pipelines_with_two_kinds_of_guidance(pair: Pair) -> None:
+    if pair.ours.family.embedded:
+        pytest.skip("this pipeline has both")
+    with pytest.raises(MlxconvError, match=r"cfg=3: this pipeline .* pass that"):
+        pair.ours(PROMPT, **SIZE, steps=1, cfg=3.0)
