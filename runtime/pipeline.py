@@ -156,7 +156,7 @@ class Pipeline:
         given = [{**shared, **prompt} for prompt in prompts]
         guidance = replace(family.guidance, scale=request.cfg, end=cfg_end)
         negative = given[1] if len(given) > 1 else None
-        times, sizes = family.times(schedule), staged.weight_bytes()
+        times, sizes = family.times(self.parts, schedule), staged.weight_bytes()
         made.weight_bytes = {"prepare": sizes["all"], "loop": sizes["step"]}
         return self._timed(
             made,

@@ -113,7 +113,7 @@ class Family:
     start: Callable[[Parts, Request, Generator], mx.array]
     inputs: Callable[[Parts, Request], Inputs]
     schedule: Callable[[Scheduler, Request, mx.array], Schedule]
-    times: Callable[[Schedule], Inputs]
+    times: Callable[[Parts, Schedule], Inputs]
     decode: Callable[[Parts, mx.array, Request], mx.array]
     embedded: bool = False
     guidance: Guidance = field(default_factory=Guidance)

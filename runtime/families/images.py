@@ -85,12 +85,12 @@ def shifted_flow(scheduler: Scheduler, request: Request, tokens: int) -> Schedul
     return make_schedule(scheduler, mu=shift_for(scheduler, tokens), sigmas=sigmas.tolist())
 
 
-def flow_times(schedule: Schedule) -> Inputs:
+def flow_times(parts: Parts, schedule: Schedule) -> Inputs:
     """Timesteps (calls, 1) in 0 to 1."""
     return {"timestep": mx.array(schedule.timesteps)[:, None] / 1000}
 
 
-def own_times(schedule: Schedule) -> Inputs:
+def own_times(parts: Parts, schedule: Schedule) -> Inputs:
     """Timesteps (calls, 1) as the scheduler has them."""
     return {"timestep": mx.array(schedule.timesteps)[:, None]}
 

@@ -7,8 +7,9 @@ does not.
 import mlx.core as mx
 
 from ..noise import Generator
+from ..schedulers import Schedule
 from .family import Defaults, Family, Inputs, Parts, Request
-from .images import mean_of, own_schedule, own_times, pixels, scaled
+from .images import mean_of, own_schedule, pixels, scaled
 
 _TOKENS = 300
 _SCALE = 32
@@ -65,11 +66,16 @@ def _start(parts: Parts, request: Request, generator: Generator) -> mx.array:
     return generator.normal(shape)
 
 
+def _times(parts: Parts, schedule: Schedule) -> Inputs:
+    scale = parts.config("transformer").get("timestep_scale", 1.0)
+    return {"timestep": mx.array(schedule.timesteps)[:, None] * scale}
+
+
 def _decode(parts: Parts, latents: mx.array, request: Request) -> mx.array:
     return pixels(parts.component("vae").decode(z=scaled(latents, parts.config("vae"))))
 
 
 SANA = Family(
     "transformer", ("text_encoder",), _defaults, _encode, _start, lambda parts, request: {},
-    own_schedule, own_times, _decode, negative=_negative, prediction=mean_of,
+    own_schedule, _times, _decode, negative=_negative, prediction=mean_of,
 )  # fmt: skip

@@ -37,7 +37,7 @@ def _schedule(scheduler: Scheduler, request: Request, latents: mx.array) -> Sche
     return shifted_flow(scheduler, request, tokens)
 
 
-def _times(schedule: Schedule) -> Inputs:
+def _times(parts: Parts, schedule: Schedule) -> Inputs:
     return {"t": (1000 - mx.array(schedule.timesteps)[:, None]) / 1000}
 
 

@@ -15,7 +15,9 @@ from mlxconv.runtime.pipeline import Pipeline, load
 from .test_generate import NEGATIVE, PROMPT, psnr
 from .tiny_families import CALLED_WITH, TINY, absent_parts
 
+pytestmark = pytest.mark.slow
 TOKENS = 16
+SIZE = {"width": 64, "height": 32}
 
 
 @dataclass
@@ -38,9 +40,6 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     theirs = DiffusionPipeline.from_pretrained(folder / "checkpoint", **absent)
     theirs.set_progress_bar_config(disable=True)
     return Pair(request.param, load(folder / "bundle", keep=True), theirs)
-
-
-SIZE = {"width": 64, "height": 32}
 
 
 def by_diffusers(pair: Pair, steps: int, **options: Any) -> np.ndarray[Any, Any]:

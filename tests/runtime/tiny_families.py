@@ -30,7 +30,7 @@ def _more_contrast(folder: Path, name: str) -> None:
 
     (file,) = (folder / "vae").glob("*.safetensors")
     tensors = load_file(file)
-    tensors[name] *= 6
+    tensors[name] *= 10
     save_file(tensors, file, metadata={"format": "pt"})
 
 
@@ -161,8 +161,10 @@ def qwen_image(folder: Path) -> None:
     language = {**recipe.tiny["text_config"], "vocab_size": _VOCABULARY}
     _model(folder, "text_encoder", recipe.class_name, text_config=language)
     _model(folder, "transformer", "QwenImageTransformer2DModel")
-    means = {"latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.5, 0.5, 1.0, 2.0]}
-    _model(folder, "vae", "AutoencoderKLQwenImage", **means)
+    _model(
+        folder, "vae", "AutoencoderKLQwenImage", dim_mult=[1, 2], temperal_downsample=[False],
+        latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.5, 1.0, 2.0],
+    )  # fmt: skip
     _more_contrast(folder, "decoder.conv_out.weight")
     _flow(folder, use_dynamic_shifting=True)
     _index(
@@ -213,14 +215,17 @@ def _gemma_tokenizer() -> Any:
 
 
 def sana(folder: Path) -> None:
-    """Eight pixels a latent where the published ones have 32."""
+    """Two pixels a latent where the published ones have 32."""
     from diffusers import DPMSolverMultistepScheduler
 
     _gemma_tokenizer().save_pretrained(str(folder / "tokenizer"))
     _model(folder, "text_encoder", "Gemma2Model", vocab_size=_VOCABULARY)
-    changed = {"in_channels": 4, "out_channels": 4, "caption_channels": 96}
+    changed = {"in_channels": 4, "out_channels": 4, "caption_channels": 96, "timestep_scale": 0.5}
     _model(folder, "transformer", "SanaTransformer2DModel", **changed)
-    _model(folder, "vae", "AutoencoderDC", scaling_factor=0.5)
+    half = {"block_types": ["ResBlock", "EfficientViTBlock"], "block_out_channels": [8, 32],
+            "layers_per_block": [1, 1], "qkv_multiscales": [[], [5]]}  # fmt: skip
+    halves = {f"{side}_{k}": v for side in ("encoder", "decoder") for k, v in half.items()}
+    _model(folder, "vae", "AutoencoderDC", scaling_factor=0.5, **halves)
     DPMSolverMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
     ).save_pretrained(str(folder / "scheduler"))
