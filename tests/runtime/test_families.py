@@ -13,7 +13,7 @@ from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.pipeline import Pipeline, load
 
 from .test_generate import NEGATIVE, PROMPT, psnr
-from .tiny_families import CALLED_WITH, TINY, absent_parts
+from .tiny_families import CALLED_WITH, TINY
 
 pytestmark = pytest.mark.slow
 TOKENS = 16
@@ -22,7 +22,7 @@ SIZE = {"width": 64, "height": 32}
 
 @dataclass
 class Pair:
-    """A tiny pipeline in MLX and in diffusers, and the call's options that differ."""
+    """A tiny pipeline in MLX and in diffusers."""
 
     name: str
     ours: Pipeline
@@ -36,8 +36,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp(request.param)
     TINY[request.param](folder / "checkpoint")
     convert(folder / "checkpoint", folder / "bundle", "fp32")
-    absent = dict.fromkeys(absent_parts(folder / "checkpoint"))
-    theirs = DiffusionPipeline.from_pretrained(folder / "checkpoint", **absent)
+    theirs = DiffusionPipeline.from_pretrained(folder / "checkpoint")
     theirs.set_progress_bar_config(disable=True)
     return Pair(request.param, load(folder / "bundle", keep=True), theirs)
 
@@ -103,3 +102,14 @@ def test_cfg_is_of_pipelines_with_two_kinds_of_guidance(pair: Pair) -> None:
         pytest.skip("this pipeline has both")
     with pytest.raises(MlxconvError, match=r"cfg=3: this pipeline .* pass that"):
         pair.ours(PROMPT, **SIZE, steps=1, cfg=3.0)
+
+
+def test_stable_diffusion_3_goes_without_t5(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    if pair.name != "stable_diffusion_3":
+        pytest.skip("only there it may be left out")
+    monkeypatch.delitem(pair.ours.parts.bundle.manifest["components"], "text_encoder_3")
+    for part in ("text_encoder_3", "tokenizer_3"):
+        monkeypatch.setattr(pair.theirs, part, None)
+    for negative in (None, NEGATIVE):
+        ours = pair.ours(PROMPT, **SIZE, negative=negative, steps=4, seed=7, tokens=TOKENS)
+        assert psnr(ours.pixels, by_diffusers(pair, 4, negative_prompt=negative)) >= 50

@@ -18,7 +18,9 @@ from ..conftest import SENTENCES, _clip_tokenizer, _save, _t5_tokenizer
 _VOCABULARY = 400
 
 
-def _model(folder: Path, name: str, class_name: str, variant: str | None = None, **changed: Any):
+def _model(
+    folder: Path, name: str, class_name: str, variant: str | None = None, **changed: Any
+) -> None:
     recipe = load_recipe(class_name)
     recipe = replace(recipe, tiny={**recipe.tiny, **changed})
     tiny_checkpoint(recipe, variant, folder / name, seed=len(name))
@@ -34,17 +36,11 @@ def _more_contrast(folder: Path, name: str) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def _index(folder: Path, pipeline: str, **parts: str | None) -> None:
+def _index(folder: Path, pipeline: str, **parts: str) -> None:
     """model_index.json: `library.Class` a part."""
-    rows = {k: v.split(".") if v else [None, None] for k, v in parts.items()}
+    rows = {name: path.split(".") for name, path in parts.items()}
     data = {"_class_name": pipeline, "_diffusers_version": "0.42.1", **rows}
     (folder / "model_index.json").write_text(json.dumps(data), encoding="utf-8")
-
-
-def absent_parts(folder: Path) -> list[str]:
-    """Components that a pipeline goes without, which diffusers wants to be told."""
-    data = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    return [name for name, value in data.items() if value == [None, None]]
 
 
 def _clip(folder: Path, suffix: str, width: int, **options: Any) -> None:
@@ -109,26 +105,18 @@ _T5 = {"text_encoder": "transformers.T5EncoderModel", "tokenizer": "transformers
 _FLOW = {"scheduler": "diffusers.FlowMatchEulerDiscreteScheduler", "vae": "diffusers.AutoencoderKL"}
 
 
-def stable_diffusion_3(folder: Path, t5: bool = True) -> None:
+def stable_diffusion_3(folder: Path) -> None:
     """Two CLIPs of different widths, the second one's padding another token."""
     _clip(folder, "", 16)
     _clip(folder, "_2", 32, pad_token="!")
-    if t5:
-        _t5(folder, "_3")
+    _t5(folder, "_3")
     _model(folder, "transformer", "SD3Transformer2DModel", pooled_projection_dim=48, num_layers=2)
     _vae(folder)
     _flow(folder, shift=3.0)
     _index(
-        folder, "StableDiffusion3Pipeline", **_CLIP, **_FLOW,
-        text_encoder_3=_T5["text_encoder"] if t5 else None,
-        tokenizer_3=_T5["tokenizer"] if t5 else None,
-        transformer="diffusers.SD3Transformer2DModel",
+        folder, "StableDiffusion3Pipeline", **_CLIP, **{f"{k}_3": v for k, v in _T5.items()},
+        **_FLOW, transformer="diffusers.SD3Transformer2DModel",
     )  # fmt: skip
-
-
-def stable_diffusion_3_without_t5(folder: Path) -> None:
-    """As published for small machines."""
-    stable_diffusion_3(folder, t5=False)
 
 
 def chroma(folder: Path) -> None:
@@ -190,7 +178,7 @@ def z_image(folder: Path) -> None:
     tokenizer = _qwen_tokenizer(chat_template=_CHAT)
     tokenizer.save_pretrained(str(folder / "tokenizer"))
     _model(folder, "text_encoder", "Qwen3Model", vocab_size=_VOCABULARY)
-    _model(folder, "transformer", "ZImageTransformer2DModel")
+    _model(folder, "transformer", "ZImageTransformer2DModel", n_refiner_layers=1)
     _vae(folder)
     _flow(folder, shift=3.0)
     _index(
@@ -237,12 +225,8 @@ def sana(folder: Path) -> None:
 
 
 TINY: dict[str, Callable[[Path], None]] = {
-    f.__name__: f
-    for f in (
-        stable_diffusion_3, stable_diffusion_3_without_t5, chroma, pixart_sigma, qwen_image,
-        sana, z_image,
-    )
-}  # fmt: skip
+    f.__name__: f for f in (stable_diffusion_3, chroma, pixart_sigma, qwen_image, sana, z_image)
+}
 CALLED_WITH: dict[str, dict[str, Any]] = {
     "sana": {"use_resolution_binning": False},
     "pixart_sigma": {"clean_caption": False, "use_resolution_binning": False},
