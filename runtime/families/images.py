@@ -24,7 +24,8 @@ def pixels(decoded: mx.array) -> mx.array:
 
 def scaled(z: mx.array, config: Mapping[str, Any]) -> mx.array:
     """Latents as the denoiser makes them -> as an AutoencoderKL or AutoencoderDC decodes them."""
-    return z / config["scaling_factor"] + (config.get("shift_factor") or 0)
+    scale, shift = float(config["scaling_factor"]), float(config.get("shift_factor") or 0)
+    return z / scale + shift
 
 
 def noise_as(parts: Parts, encoder: str, generator: Generator, shape: tuple[int, ...]) -> mx.array:
