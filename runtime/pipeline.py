@@ -74,10 +74,10 @@ class Pipeline:
     ) -> Pictures:
         """Pictures of a prompt: the noise of `seed` is torch's own, so they can be compared.
 
-        guidance: the pipeline's `guidance_scale`. negative, cfg: true classifier-free guidance
-        where guidance is an input of the model (FLUX.1), until `cfg_end` of the schedule. tokens:
-        of the longest text encoder. scheduler: another class than the checkpoint's. MlxconvError
-        for what cannot be done, saying what can.
+        guidance: the pipeline's `guidance_scale`. cfg: scale of true classifier-free guidance, of
+        FLUX.1 and Qwen-Image with a negative prompt. cfg_end: the part of the schedule after which
+        no negative prompt is read. tokens: of the longest text encoder. scheduler: another class
+        than the checkpoint's. MlxconvError for what cannot be done, saying what can.
         """
         own = self.defaults
         pull = own.guidance if guidance is None else guidance

@@ -80,10 +80,11 @@ def flow_schedule(scheduler: Scheduler, request: Request, latents: mx.array) -> 
 
 def shifted_flow(scheduler: Scheduler, request: Request, tokens: int) -> Schedule:
     """From 1 to 1 / steps, shifted by the number of tokens."""
+    mu = shift_for(scheduler, tokens)
     if "use_flow_sigmas" in scheduler.options:  # another solver: it has sigmas of its own
-        return make_schedule(scheduler, request.steps)
+        return make_schedule(scheduler, request.steps, mu=mu)
     sigmas = np.linspace(1.0, 1 / request.steps, request.steps)
-    return make_schedule(scheduler, mu=shift_for(scheduler, tokens), sigmas=sigmas.tolist())
+    return make_schedule(scheduler, mu=mu, sigmas=sigmas.tolist())
 
 
 def flow_times(parts: Parts, schedule: Schedule) -> Inputs:

@@ -113,3 +113,10 @@ def test_stable_diffusion_3_goes_without_t5(pair: Pair, monkeypatch: pytest.Monk
     for negative in (None, NEGATIVE):
         ours = pair.ours(PROMPT, **SIZE, negative=negative, steps=4, seed=7, tokens=TOKENS)
         assert psnr(ours.pixels, by_diffusers(pair, 4, negative_prompt=negative)) >= 50
+
+
+def test_another_scheduler_is_taken_by_name(pair: Pair) -> None:
+    options: dict[str, Any] = {**SIZE, "steps": 3, "tokens": TOKENS}
+    other = pair.ours(PROMPT, **options, scheduler="unipc").pixels
+    assert np.isfinite(other).all()
+    assert not np.array_equal(other, pair.ours(PROMPT, **options).pixels)
