@@ -57,11 +57,15 @@ class Guidance:
             raise MlxconvError(f"{len(self.scale)} guidance scales for {steps} steps")
         return [float(g) for g in self.scale]
 
+    @property
+    def off(self) -> float:
+        """The scale at which the negative prediction has no part."""
+        return 1.0 if self.origin == "negative" else 0.0
+
     def active(self, steps: int) -> list[bool]:
         """At which steps the negative prediction is needed."""
-        off = 1.0 if self.origin == "negative" else 0.0
         return [
-            g != off and i / steps >= self.start and (i + 1) / steps <= self.end
+            g != self.off and i / steps >= self.start and (i + 1) / steps <= self.end
             for i, g in enumerate(self.scales(steps))
         ]
 
@@ -173,6 +177,8 @@ def _joined(
         return None
     entry = staged.entry_for({**positive, **{k: v[0] for k, v in rows.items()}})
     try:
+        if not _batches(entry):
+            raise _Unequal("its batch is built in")
         return {k: _join(entry, k, negative.get(k, v), v) for k, v in positive.items()}
     except _Unequal as error:
         if batched:

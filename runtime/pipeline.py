@@ -18,7 +18,7 @@ from .denoise import Callback, Noise, Progress, denoise
 from .errors import MlxconvError
 from .families import family_of
 from .families.family import Defaults, Parts, Request
-from .guidance import Guidance, Guided
+from .guidance import Guided
 from .noise import Generator
 from .schedulers import Schedule, with_class
 from .staging import Staged
@@ -74,18 +74,22 @@ class Pipeline:
     ) -> Pictures:
         """Pictures of a prompt: the noise of `seed` is torch's own, so they can be compared.
 
-        negative, cfg: true classifier-free guidance, until `cfg_end` of the schedule. tokens: of
-        the longest text encoder. scheduler: another class than the checkpoint's. MlxconvError for
-        what cannot be done, saying what can.
+        guidance: the pipeline's `guidance_scale`. cfg: scale of true classifier-free guidance, of
+        FLUX.1 and Qwen-Image with a negative prompt. cfg_end: the part of the schedule after which
+        no negative prompt is read. tokens: of the longest text encoder. scheduler: another class
+        than the checkpoint's. MlxconvError for what cannot be done, saying what can.
         """
         own = self.defaults
+        pull = own.guidance if guidance is None else guidance
+        against, scale = self._against(negative, pull, cfg)
         request = Request(
             prompt, width or own.width, height or own.height, own.steps if steps is None else steps,
-            own.guidance if guidance is None else guidance, negative,
-            (1.0 if negative is None else _CFG) if cfg is None else cfg, seed, count, tokens,
+            pull, against, scale, seed, count, tokens,
         )  # fmt: skip
         _check(request, own)
         made = Pictures([], np.zeros(0), request)
+        if negative is not None and against is None:
+            made.notes.append(f"the negative prompt is not read: guidance is {scale:g}")
         started = time.perf_counter()
         prompts = self._encode(request, made)
         generator = Generator(request.seed)
@@ -101,12 +105,28 @@ class Pipeline:
 
     # ---- the phases ----
 
+    def _against(
+        self, negative: str | None, guidance: float, cfg: float | None
+    ) -> tuple[str | None, float]:
+        """The negative prompt that is read, None where none is, and the scale away from it."""
+        if self.family.embedded:
+            scale = (1.0 if negative is None else _CFG) if cfg is None else cfg
+        elif cfg is not None:
+            raise MlxconvError(f"cfg={cfg:g}: this pipeline takes classifier-free guidance's scale "
+                               "as guidance; pass that")  # fmt: skip
+        else:
+            negative, scale = negative or "", guidance
+        return (negative if scale > self.family.guidance.off else None), scale
+
     def _encode(self, request: Request, made: Pictures) -> list[Mapping[str, Any]]:
-        texts = [request.prompt, *([] if request.negative is None else [request.negative])]
+        family = self.family
 
         def encode() -> list[Mapping[str, Any]]:
             self.parts.notes = made.notes
-            found = [self.family.encode(self.parts, text, request) for text in texts]
+            found = [family.encode(self.parts, request.prompt, request)]
+            if request.negative is not None:
+                other = family.negative or family.encode
+                found.append(other(self.parts, request.negative, request))
             mx.eval([list(inputs.values()) for inputs in found])
             return found
 
@@ -131,18 +151,17 @@ class Pipeline:
     ) -> Guided:  # fmt: skip
         if self._staged is None:
             self._staged = Staged(self.parts.component(self.family.denoiser))
-        staged = self._staged
-        shared = {"hidden_states": latents[:1], **self.family.inputs(self.parts, request)}
+        staged, family = self._staged, self.family
+        shared = {**family.latents(latents[:1]), **family.inputs(self.parts, request)}
         given = [{**shared, **prompt} for prompt in prompts]
-        guidance = Guidance(request.cfg, end=cfg_end) if len(given) > 1 else None
-        times, sizes = self.family.times(schedule), staged.weight_bytes()
+        guidance = replace(family.guidance, scale=request.cfg, end=cfg_end)
+        negative = given[1] if len(given) > 1 else None
+        times, sizes = family.times(self.parts, schedule), staged.weight_bytes()
         made.weight_bytes = {"prepare": sizes["all"], "loop": sizes["step"]}
         return self._timed(
             made,
             "prepare",
-            lambda: Guided(
-                staged, given[0], times, given[1] if guidance else None, guidance
-            ),
+            lambda: Guided(staged, given[0], times, negative, guidance, latents=family.latents),
         )
 
     def _loop(
@@ -155,7 +174,10 @@ class Pipeline:
             ends.append(progress.seconds)
             return None if callback is None else callback(progress)
 
-        found = denoise(model, latents, schedule, noise=noise, callback=told)
+        def predicted(step: int, x: mx.array) -> mx.array:
+            return self.family.prediction(model(step, x), x)
+
+        found = denoise(predicted, latents, schedule, noise=noise, callback=told)
         steps = [b - a for a, b in pairwise(ends)]
         made.seconds.setdefault("first_step", steps[0])
         made.seconds["step_median"] = median(steps[1:] or steps)

@@ -40,7 +40,7 @@ class TextTokenizer:
     def padded(self, text: str, length: int | None = None) -> Tokens:
         """Exactly `length` tokens (by default the tokenizer's own maximum), special ones too."""
         length = length or int(self._options.get("model_max_length", 77))
-        whole = len(self._tokenizer.encode(text).ids)
+        whole = self._count(text)
         self._tokenizer.enable_truncation(length)
         self._tokenizer.enable_padding(length=length, pad_id=self._pad[0], pad_token=self._pad[1])
         try:
@@ -50,6 +50,22 @@ class TextTokenizer:
             self._tokenizer.no_padding()
         mask = mx.array([encoded.attention_mask])
         return Tokens(mx.array([encoded.ids]), mask, max(0, whole - length))
+
+    def unpadded(self, text: str, length: int | None = None) -> Tokens:
+        """As many tokens as the text has, or `length` where those are fewer."""
+        whole = self._count(text)
+        if length is not None:
+            self._tokenizer.enable_truncation(length)
+        encoded = self._tokenizer.encode(text)
+        self._tokenizer.no_truncation()
+        mask = mx.array([encoded.attention_mask])
+        return Tokens(mx.array([encoded.ids]), mask, whole - len(encoded.ids))
+
+    def _count(self, text: str) -> int:
+        """Tokens of the whole text; a file may come with a padding of its own."""
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        return len(self._tokenizer.encode(text).ids)
 
     @property
     def _pad(self) -> tuple[int, str]:

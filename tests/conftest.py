@@ -148,7 +148,7 @@ def _save(module: Any, folder: Path, seed: int, **options: Any) -> None:
     module.save_pretrained(str(folder), **options)
 
 
-def _clip_tokenizer() -> Any:
+def _clip_tokenizer(**options: Any) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import CLIPTokenizer
 
@@ -156,11 +156,11 @@ def _clip_tokenizer() -> Any:
     trained.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
     trained.train_from_iterator(SENTENCES, trainers.BpeTrainer(
         vocab_size=120, end_of_word_suffix="</w>", show_progress=False,
-        special_tokens=["<|startoftext|>", "<|endoftext|>"],
+        special_tokens=["<|startoftext|>", "<|endoftext|>", "!"],
     ))  # fmt: skip
     model = json.loads(trained.to_str())["model"]
     merges = [tuple(pair) for pair in model["merges"]]
-    return CLIPTokenizer(vocab=model["vocab"], merges=merges, model_max_length=77)
+    return CLIPTokenizer(vocab=model["vocab"], merges=merges, model_max_length=77, **options)
 
 
 def _t5_tokenizer() -> Any:

@@ -1,10 +1,24 @@
 """What a pipeline does around the loop: prompt, packing, guidance, decoding. One file a family."""
 
 from ..errors import MlxconvError
+from .chroma import CHROMA
 from .family import Family
 from .flux import FLUX
+from .pixart import PIXART_SIGMA
+from .qwen_image import QWEN_IMAGE
+from .sana import SANA
+from .stable_diffusion_3 import STABLE_DIFFUSION_3
+from .z_image import Z_IMAGE
 
-FAMILIES: dict[str, Family] = {"FluxPipeline": FLUX}
+FAMILIES: dict[str, Family] = {
+    "FluxPipeline": FLUX,
+    "StableDiffusion3Pipeline": STABLE_DIFFUSION_3,
+    "ChromaPipeline": CHROMA,
+    "PixArtSigmaPipeline": PIXART_SIGMA,
+    "QwenImagePipeline": QWEN_IMAGE,
+    "SanaPipeline": SANA,
+    "ZImagePipeline": Z_IMAGE,
+}
 
 
 def family_of(pipeline: str, where: str) -> Family:

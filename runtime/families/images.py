@@ -4,6 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+
+from ..noise import Generator
+from ..schedulers import Schedule, Scheduler, make_schedule, shift_for
+from .family import Inputs, Parts, Request
 
 
 def vae_scale(config: Mapping[str, Any]) -> int:
@@ -15,3 +20,88 @@ def pixels(decoded: mx.array) -> mx.array:
     """A decoder's output (n, 3, height, width) in -1 to 1 -> (n, height, width, 3) in 0 to 1."""
     values = mx.clip(decoded.astype(mx.float32) / 2 + 0.5, 0, 1)
     return values.transpose(0, 2, 3, 1)
+
+
+def scaled(z: mx.array, config: Mapping[str, Any]) -> mx.array:
+    """Latents as the denoiser makes them -> as an AutoencoderKL or AutoencoderDC decodes them."""
+    scale, shift = float(config["scaling_factor"]), float(config.get("shift_factor") or 0)
+    return z / scale + shift
+
+
+def noise_as(parts: Parts, encoder: str, generator: Generator, shape: tuple[int, ...]) -> mx.array:
+    """Standard normal of a shape, in the precision of an encoder, as the pipelines draw it."""
+    dtype = str(parts.component(encoder).dtype).removeprefix("mlx.core.")
+    return generator.normal(shape, dtype)
+
+
+# ---- latents (n, channels, height, width), of an AutoencoderKL -----------------------------------
+
+
+def plain_shape(parts: Parts, request: Request) -> tuple[int, ...]:
+    """Of a request's latents (count, channels, height, width)."""
+    scale, channels = vae_scale(parts.config("vae")), parts.config("transformer")["in_channels"]
+    return request.count, channels, request.height // scale, request.width // scale
+
+
+def plain_decode(parts: Parts, latents: mx.array, request: Request) -> mx.array:
+    """Latents (1, channels, height, width) -> pixels (1, height, width, 3)."""
+    return pixels(parts.component("vae").decode(z=scaled(latents, parts.config("vae"))))
+
+
+# ---- latents packed by 2 x 2, as FLUX.1 does -----------------------------------------------------
+
+
+def packed(latents: mx.array) -> mx.array:
+    """(n, channels, 2 rows, 2 columns) -> (n, rows * columns, 4 * channels)."""
+    count, channels, height, width = latents.shape
+    split = latents.reshape(count, channels, height // 2, 2, width // 2, 2)
+    return split.transpose(0, 2, 4, 1, 3, 5).reshape(count, height * width // 4, 4 * channels)
+
+
+def unpacked(latents: mx.array, rows: int, columns: int) -> mx.array:
+    """(n, rows * columns, 4 * channels) -> (n, channels, 2 rows, 2 columns)."""
+    count, channels = latents.shape[0], latents.shape[-1] // 4
+    split = latents.reshape(count, rows, columns, channels, 2, 2).transpose(0, 3, 1, 4, 2, 5)
+    return split.reshape(count, channels, 2 * rows, 2 * columns)
+
+
+def image_ids(rows: int, columns: int) -> mx.array:
+    """(rows * columns, 3): zero, row, column of each token."""
+    ids = np.zeros((rows, columns, 3), np.float32)
+    ids[..., 1] = np.arange(rows)[:, None]
+    ids[..., 2] = np.arange(columns)
+    return mx.array(ids.reshape(-1, 3))
+
+
+def flow_schedule(scheduler: Scheduler, request: Request, latents: mx.array) -> Schedule:
+    """From 1 to 1 / steps, shifted by the number of tokens; latents (n, tokens, channels)."""
+    return shifted_flow(scheduler, request, latents.shape[1])
+
+
+def shifted_flow(scheduler: Scheduler, request: Request, tokens: int) -> Schedule:
+    """From 1 to 1 / steps, shifted by the number of tokens."""
+    mu = shift_for(scheduler, tokens)
+    if "use_flow_sigmas" in scheduler.options:  # another solver: it has sigmas of its own
+        return make_schedule(scheduler, request.steps, mu=mu)
+    sigmas = np.linspace(1.0, 1 / request.steps, request.steps)
+    return make_schedule(scheduler, mu=mu, sigmas=sigmas.tolist())
+
+
+def flow_times(parts: Parts, schedule: Schedule) -> Inputs:
+    """Timesteps (calls, 1) in 0 to 1."""
+    return {"timestep": mx.array(schedule.timesteps)[:, None] / 1000}
+
+
+def own_times(parts: Parts, schedule: Schedule) -> Inputs:
+    """Timesteps (calls, 1) as the scheduler has them."""
+    return {"timestep": mx.array(schedule.timesteps)[:, None]}
+
+
+def own_schedule(scheduler: Scheduler, request: Request, latents: mx.array) -> Schedule:
+    """So many steps, spaced as the scheduler does."""
+    return make_schedule(scheduler, request.steps)
+
+
+def mean_of(output: mx.array, latents: mx.array) -> mx.array:
+    """The channels (axis 1) of the latents, without those of a learned variance behind them."""
+    return output[:, : latents.shape[1]]

@@ -298,12 +298,14 @@ def add_size(
 @click.option("-o", "--out", type=click.Path(path_type=Path, dir_okay=False), required=True,
               metavar="PNG", help="Picture to write; numbered if there are several.")  # fmt: skip
 @click.option("--steps", type=int, help="[default: the pipeline's]")
-@click.option("--guidance", type=float, help="[default: the pipeline's]")
+@click.option("--guidance", type=float,
+              help="The pipeline's guidance_scale. [default: the pipeline's]")  # fmt: skip
 @click.option("--negative", metavar="PROMPT", help="What to stay away from.")
 @click.option("--cfg", type=float,
-              help="Scale of true guidance. [default: 4 with --negative]")  # fmt: skip
+              help="Scale of true guidance, of FLUX.1 and Qwen-Image. "
+              "[default: 4 with --negative]")  # fmt: skip
 @click.option("--cfg-end", type=float, default=1.0, show_default=True,
-              help="Part of the schedule after which true guidance is off.")  # fmt: skip
+              help="Part of the schedule after which the negative prompt is not read.")  # fmt: skip
 @click.option("--size", type=_Size(), help="In pixels. [default: the pipeline's]")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--count", type=int, default=1, show_default=True, help="How many pictures.")

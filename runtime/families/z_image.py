@@ -1,0 +1,49 @@
+"""Z-Image (also Turbo, with guidance 0): diffusers 0.42.1, ZImagePipeline.
+
+cfg_normalization and cfg_truncation are at their defaults, off. The template is Qwen3's chat
+template for one message of a user, with thinking allowed.
+"""
+
+import mlx.core as mx
+
+from ..guidance import Guidance
+from ..noise import Generator
+from ..schedulers import Schedule, Scheduler
+from .family import Defaults, Family, Inputs, Parts, Request
+from .images import plain_decode, plain_shape, shifted_flow, vae_scale
+
+_TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+_TOKENS = 512
+
+
+def _defaults(parts: Parts) -> Defaults:
+    return Defaults(1024, 1024, 50, 5.0, 2 * vae_scale(parts.config("vae")))
+
+
+def _encode(parts: Parts, prompt: str, request: Request) -> Inputs:
+    """What goes into the last layer, of the tokens there are: (tokens, width)."""
+    text, length = _TEMPLATE.replace("{}", prompt), request.tokens or _TOKENS
+    tokens = parts.tokens("tokenizer", text, length, pad=False)
+    found = parts.component("text_encoder")(input_ids=tokens.ids, attention_mask=tokens.mask)
+    return {"cap_feats": [found[-2][0]]}
+
+
+def _start(parts: Parts, request: Request, generator: Generator) -> mx.array:
+    return generator.normal(plain_shape(parts, request))
+
+
+def _schedule(scheduler: Scheduler, request: Request, latents: mx.array) -> Schedule:
+    tokens = (latents.shape[2] // 2) * (latents.shape[3] // 2)
+    return shifted_flow(scheduler, request, tokens)
+
+
+def _times(parts: Parts, schedule: Schedule) -> Inputs:
+    return {"t": (1000 - mx.array(schedule.timesteps)[:, None]) / 1000}
+
+
+Z_IMAGE = Family(
+    "transformer", ("text_encoder",), _defaults, _encode, _start, lambda parts, request: {},
+    _schedule, _times, plain_decode, guidance=Guidance(origin="positive"),
+    latents=lambda x: {"x": list(x[:, :, None])},
+    prediction=lambda output, latents: -output.reshape(latents.shape),
+)  # fmt: skip

@@ -1,0 +1,233 @@
+"""Tiny pipelines in diffusers' format, text encoders and tokenizers included: one a family."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mlxconv.convert.measure import tiny_checkpoint
+from mlxconv.convert.recipe import load_recipe
+from mlxconv.runtime.families.qwen_image import _TEMPLATE
+from mlxconv.runtime.families.sana import _INSTRUCTION
+
+from ..conftest import SENTENCES, _clip_tokenizer, _save, _t5_tokenizer
+
+_VOCABULARY = 400
+
+
+def _model(
+    folder: Path, name: str, class_name: str, variant: str | None = None, **changed: Any
+) -> None:
+    recipe = load_recipe(class_name)
+    recipe = replace(recipe, tiny={**recipe.tiny, **changed})
+    tiny_checkpoint(recipe, variant, folder / name, seed=len(name))
+
+
+def _more_contrast(folder: Path, name: str) -> None:
+    """Scale a decoder's last weight, so that a prompt is seen in the picture."""
+    from safetensors.torch import load_file, save_file
+
+    (file,) = (folder / "vae").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors[name] *= 10
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _index(folder: Path, pipeline: str, **parts: str) -> None:
+    """model_index.json: `library.Class` a part."""
+    rows = {name: path.split(".") for name, path in parts.items()}
+    data = {"_class_name": pipeline, "_diffusers_version": "0.42.1", **rows}
+    (folder / "model_index.json").write_text(json.dumps(data), encoding="utf-8")
+
+
+def _clip(folder: Path, suffix: str, width: int, **options: Any) -> None:
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    tokenizer = _clip_tokenizer(**options)
+    _save(CLIPTextModelWithProjection(CLIPTextConfig(
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, projection_dim=width, eos_token_id=1,
+    )), folder / f"text_encoder{suffix}", seed=width)  # fmt: skip
+    tokenizer.save_pretrained(str(folder / f"tokenizer{suffix}"))
+
+
+def _t5(folder: Path, suffix: str = "") -> None:
+    from transformers import T5Config, T5EncoderModel
+
+    tokenizer = _t5_tokenizer()
+    _save(T5EncoderModel(T5Config(
+        vocab_size=len(tokenizer), d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4,
+        feed_forward_proj="gated-gelu",
+    )), folder / f"text_encoder{suffix}", seed=3)  # fmt: skip
+    tokenizer.save_pretrained(str(folder / f"tokenizer{suffix}"))
+
+
+def _qwen_tokenizer(**options: Any) -> Any:
+    """A token a word, as in large vocabularies: Qwen-Image's template has 34 before the prompt."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import Qwen2Tokenizer
+
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    trained.train_from_iterator([*SENTENCES, _TEMPLATE], trainers.BpeTrainer(
+        vocab_size=_VOCABULARY, show_progress=False,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    ))  # fmt: skip
+    model = json.loads(trained.to_str())["model"]
+    merges = [tuple(pair) for pair in model["merges"]]
+    special = ["<|im_start|>", "<|im_end|>"]
+    return Qwen2Tokenizer(
+        vocab=model["vocab"], merges=merges, additional_special_tokens=special, **options
+    )
+
+
+def _vae(folder: Path, **changed: Any) -> None:
+    options = {"shift_factor": 0.1, "scaling_factor": 0.5, **changed}
+    _model(folder, "vae", "AutoencoderKL", "flux", **options)
+
+
+def _flow(folder: Path, **options: Any) -> None:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    FlowMatchEulerDiscreteScheduler(**options).save_pretrained(str(folder / "scheduler"))
+
+
+_CLIP = {
+    "text_encoder": "transformers.CLIPTextModelWithProjection",
+    "text_encoder_2": "transformers.CLIPTextModelWithProjection",
+    "tokenizer": "transformers.CLIPTokenizer",
+    "tokenizer_2": "transformers.CLIPTokenizer",
+}
+_T5 = {"text_encoder": "transformers.T5EncoderModel", "tokenizer": "transformers.T5TokenizerFast"}
+_FLOW = {"scheduler": "diffusers.FlowMatchEulerDiscreteScheduler", "vae": "diffusers.AutoencoderKL"}
+
+
+def stable_diffusion_3(folder: Path) -> None:
+    """Two CLIPs of different widths, the second one's padding another token."""
+    _clip(folder, "", 16)
+    _clip(folder, "_2", 32, pad_token="!")
+    _t5(folder, "_3")
+    _model(folder, "transformer", "SD3Transformer2DModel", pooled_projection_dim=48, num_layers=2)
+    _vae(folder)
+    _flow(folder, shift=3.0)
+    _index(
+        folder, "StableDiffusion3Pipeline", **_CLIP, **{f"{k}_3": v for k, v in _T5.items()},
+        **_FLOW, transformer="diffusers.SD3Transformer2DModel",
+    )  # fmt: skip
+
+
+def chroma(folder: Path) -> None:
+    _t5(folder)
+    _model(folder, "transformer", "ChromaTransformer2DModel", in_channels=64)
+    _vae(folder)
+    _flow(folder, use_dynamic_shifting=True)
+    _index(
+        folder, "ChromaPipeline", **_T5, **_FLOW, transformer="diffusers.ChromaTransformer2DModel"
+    )
+
+
+def pixart_sigma(folder: Path) -> None:
+    """With a learned variance, which is dropped."""
+    from diffusers import DPMSolverMultistepScheduler
+
+    _t5(folder)
+    _model(folder, "transformer", "PixArtTransformer2DModel", in_channels=16, out_channels=32)
+    _vae(folder)
+    DPMSolverMultistepScheduler().save_pretrained(str(folder / "scheduler"))
+    _index(
+        folder, "PixArtSigmaPipeline", **_T5, scheduler="diffusers.DPMSolverMultistepScheduler",
+        vae="diffusers.AutoencoderKL", transformer="diffusers.PixArtTransformer2DModel",
+    )  # fmt: skip
+
+
+def qwen_image(folder: Path) -> None:
+    _qwen_tokenizer().save_pretrained(str(folder / "tokenizer"))
+    recipe = load_recipe("Qwen2_5_VLForConditionalGeneration")
+    language = {**recipe.tiny["text_config"], "vocab_size": _VOCABULARY}
+    _model(folder, "text_encoder", recipe.class_name, text_config=language)
+    _model(folder, "transformer", "QwenImageTransformer2DModel")
+    _model(
+        folder, "vae", "AutoencoderKLQwenImage", dim_mult=[1, 2], temperal_downsample=[False],
+        latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.5, 1.0, 2.0],
+    )  # fmt: skip
+    _more_contrast(folder, "decoder.conv_out.weight")
+    _flow(folder, use_dynamic_shifting=True)
+    _index(
+        folder, "QwenImagePipeline", scheduler=_FLOW["scheduler"],
+        text_encoder="transformers.Qwen2_5_VLForConditionalGeneration",
+        tokenizer="transformers.Qwen2Tokenizer", vae="diffusers.AutoencoderKLQwenImage",
+        transformer="diffusers.QwenImageTransformer2DModel",
+    )  # fmt: skip
+
+
+_CHAT = """{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""  # Qwen3's, of a conversation without tools
+
+
+def z_image(folder: Path) -> None:
+    tokenizer = _qwen_tokenizer(chat_template=_CHAT)
+    tokenizer.save_pretrained(str(folder / "tokenizer"))
+    _model(folder, "text_encoder", "Qwen3Model", vocab_size=_VOCABULARY)
+    _model(folder, "transformer", "ZImageTransformer2DModel", n_refiner_layers=1)
+    _vae(folder)
+    _flow(folder, shift=3.0)
+    _index(
+        folder, "ZImagePipeline", **_FLOW, tokenizer="transformers.Qwen2Tokenizer",
+        text_encoder="transformers.Qwen3Model", transformer="diffusers.ZImageTransformer2DModel",
+    )  # fmt: skip
+
+
+def _gemma_tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+    from transformers import GemmaTokenizer
+
+    trained = Tokenizer(models.BPE(unk_token="<unk>"))
+    trained.normalizer = normalizers.Replace(" ", "▁")  # type: ignore[assignment]
+    trained.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")  # type: ignore[assignment]
+    trained.train_from_iterator([*SENTENCES, _INSTRUCTION], trainers.BpeTrainer(
+        vocab_size=_VOCABULARY, show_progress=False,
+        special_tokens=["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"],
+    ))  # fmt: skip
+    model = json.loads(trained.to_str())["model"]
+    return GemmaTokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
+
+
+def sana(folder: Path) -> None:
+    """Two pixels a latent where the published ones have 32."""
+    from diffusers import DPMSolverMultistepScheduler
+
+    _gemma_tokenizer().save_pretrained(str(folder / "tokenizer"))
+    _model(folder, "text_encoder", "Gemma2Model", vocab_size=_VOCABULARY)
+    changed = {"in_channels": 4, "out_channels": 4, "caption_channels": 96, "timestep_scale": 0.5}
+    _model(folder, "transformer", "SanaTransformer2DModel", **changed)
+    half = {"block_types": ["ResBlock", "EfficientViTBlock"], "block_out_channels": [8, 32],
+            "layers_per_block": [1, 1], "qkv_multiscales": [[], [5]]}  # fmt: skip
+    halves = {f"{side}_{k}": v for side in ("encoder", "decoder") for k, v in half.items()}
+    _model(folder, "vae", "AutoencoderDC", scaling_factor=0.5, **halves)
+    DPMSolverMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+    ).save_pretrained(str(folder / "scheduler"))
+    _index(
+        folder, "SanaPipeline", scheduler="diffusers.DPMSolverMultistepScheduler",
+        vae="diffusers.AutoencoderDC", tokenizer="transformers.GemmaTokenizer",
+        text_encoder="transformers.Gemma2Model", transformer="diffusers.SanaTransformer2DModel",
+    )  # fmt: skip
+
+
+TINY: dict[str, Callable[[Path], None]] = {
+    f.__name__: f for f in (stable_diffusion_3, chroma, pixart_sigma, qwen_image, sana, z_image)
+}
+CALLED_WITH: dict[str, dict[str, Any]] = {
+    "sana": {"use_resolution_binning": False},
+    "pixart_sigma": {"clean_caption": False, "use_resolution_binning": False},
+}
