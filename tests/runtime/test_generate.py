@@ -72,6 +72,30 @@ def test_a_negative_prompt_guides_as_in_diffusers(
     assert psnr(ours, by_diffusers(pipeline_checkpoint, 4, 7, **options)) >= 50
 
 
+@pytest.mark.slow
+def test_in_bf16_a_picture_loses_what_it_loses_in_torch(
+    pipeline_bundle: Bundles, pipeline_checkpoint: Path
+) -> None:
+    """Both against torch in fp32, from the same bf16 noise."""
+    import torch
+    from diffusers import FluxPipeline
+
+    def in_torch(dtype: torch.dtype) -> np.ndarray[Any, Any]:
+        pipe = FluxPipeline.from_pretrained(pipeline_checkpoint, torch_dtype=dtype)
+        pipe.set_progress_bar_config(disable=True)
+        generator = torch.Generator().manual_seed(1)
+        noise = torch.randn((1, 16, 4, 6), generator=generator, dtype=torch.bfloat16)
+        latents = pipe._pack_latents(noise, 1, 16, 4, 6).to(dtype)
+        options = {"num_inference_steps": 4, "guidance_scale": 4.0, "output_type": "np"}
+        found = pipe(PROMPT, **SIZE, latents=latents, max_sequence_length=TOKENS, **options)
+        return np.asarray(found.images)
+
+    pipe = load(pipeline_bundle("bf16"))
+    ours = pipe(PROMPT, **SIZE, steps=4, seed=1, tokens=TOKENS, guidance=4.0).pixels
+    exact = in_torch(torch.float32)
+    assert psnr(ours, exact) >= psnr(in_torch(torch.bfloat16), exact) - 1
+
+
 def test_several_pictures_are_those_of_one_batch(
     pipe: Pipeline, pipeline_checkpoint: Path
 ) -> None:
