@@ -1,7 +1,7 @@
 # make demo: tiny checkpoint -> bf16, 8bit, 4bit bundles -> verified -> run -> table
 # make test: ruff, mypy --strict, pytest
-# make figures: those classes and the core ones, their figures written down
 # make coverage: every other class that has a recipe, held to the same contract
+# make figures: all classes, and what `mlxconv models` and docs/MODELS.md show of them
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
