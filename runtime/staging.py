@@ -5,6 +5,7 @@ let go behind it: the loop holds the others alone (FLUX.1: 72 % of them, Qwen-Im
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -69,7 +70,7 @@ class Staged:
 
     def weight_bytes(self) -> dict[str, int]:
         """Bytes of the weights that each stage reads, and `all` of them, as they are held."""
-        return self._of(self.component.program.entry(self.name)).weight_bytes()
+        return self._of(self.component.program.entry(self.name)).weight_bytes
 
     @property
     def traces(self) -> int:
@@ -104,13 +105,12 @@ class _Parts:
         if self.early.stream:
             self.early.weights.release()
 
+    @cached_property
     def weight_bytes(self) -> dict[str, int]:
         names = [set(weights_read(self.program, part)) for part in self.program.entries]
-        weights = self.early.weights
+        weights = self.early.weights.again(resident=False)  # looked at, not held
         found = {stage: weights.nbytes(read) for stage, read in zip(STAGES, names)}
-        found["all"] = weights.nbytes(set().union(*names))
-        weights.release()
-        return found
+        return {**found, "all": weights.nbytes(set().union(*names))}
 
 
 class Begun:

@@ -5,7 +5,7 @@ import mlx.core as mx
 from ..noise import Generator
 from .family import Defaults, Family, Inputs, Parts, Request, t5_states
 from .flux import decode, grid
-from .images import flow_schedule, flow_times, image_ids, noise_as, packed, vae_scale
+from .images import flow_schedule, flow_times, image_ids, packed_noise, vae_scale
 
 _TOKENS = 512
 
@@ -28,10 +28,7 @@ def _encode(parts: Parts, prompt: str, request: Request) -> Inputs:
 
 
 def _start(parts: Parts, request: Request, generator: Generator) -> mx.array:
-    rows, columns = grid(parts, request)
-    channels = parts.config("transformer")["in_channels"] // 4
-    shape = (request.count, channels, 2 * rows, 2 * columns)
-    return packed(noise_as(parts, "text_encoder", generator, shape))
+    return packed_noise(parts, "text_encoder", generator, request.count, grid(parts, request))
 
 
 def _inputs(parts: Parts, request: Request) -> Inputs:

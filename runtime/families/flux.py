@@ -8,8 +8,7 @@ from .images import (
     flow_schedule,
     flow_times,
     image_ids,
-    noise_as,
-    packed,
+    packed_noise,
     pixels,
     scaled,
     unpacked,
@@ -41,10 +40,7 @@ def grid(parts: Parts, request: Request) -> tuple[int, int]:
 
 
 def _start(parts: Parts, request: Request, generator: Generator) -> mx.array:
-    rows, columns = grid(parts, request)
-    channels = parts.config("transformer")["in_channels"] // 4
-    shape = (request.count, channels, 2 * rows, 2 * columns)
-    return packed(noise_as(parts, "text_encoder_2", generator, shape))
+    return packed_noise(parts, "text_encoder_2", generator, request.count, grid(parts, request))
 
 
 def _inputs(parts: Parts, request: Request) -> Inputs:

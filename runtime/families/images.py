@@ -58,6 +58,15 @@ def packed(latents: mx.array) -> mx.array:
     return split.transpose(0, 2, 4, 1, 3, 5).reshape(count, height * width // 4, 4 * channels)
 
 
+def packed_noise(
+    parts: Parts, encoder: str, generator: Generator, count: int, grid: tuple[int, int]
+) -> mx.array:
+    """Noise for `count` images of (rows, columns) tokens, packed; see `noise_as`."""
+    rows, columns = grid
+    channels = parts.config("transformer")["in_channels"] // 4
+    return packed(noise_as(parts, encoder, generator, (count, channels, 2 * rows, 2 * columns)))
+
+
 def unpacked(latents: mx.array, rows: int, columns: int) -> mx.array:
     """(n, rows * columns, 4 * channels) -> (n, channels, 2 rows, 2 columns)."""
     count, channels = latents.shape[0], latents.shape[-1] // 4

@@ -5,7 +5,7 @@ import mlx.core as mx
 from ..guidance import Guidance
 from ..noise import Generator
 from .family import Defaults, Family, Inputs, Parts, Request
-from .images import flow_schedule, flow_times, noise_as, packed, pixels, unpacked
+from .images import flow_schedule, flow_times, packed_noise, pixels, unpacked
 
 _TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, "
@@ -40,10 +40,7 @@ def _grid(parts: Parts, request: Request) -> tuple[int, int]:
 
 
 def _start(parts: Parts, request: Request, generator: Generator) -> mx.array:
-    rows, columns = _grid(parts, request)
-    channels = parts.config("transformer")["in_channels"] // 4
-    shape = (request.count, channels, 2 * rows, 2 * columns)
-    return packed(noise_as(parts, "text_encoder", generator, shape))
+    return packed_noise(parts, "text_encoder", generator, request.count, _grid(parts, request))
 
 
 def _inputs(parts: Parts, request: Request) -> Inputs:

@@ -19,7 +19,7 @@ from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.pipeline import Pipeline, load
 
 from ..conftest import Bundles
-from .test_runtime_alone import FOREIGN
+from .test_runtime_alone import WITHOUT_TORCH
 
 PROMPT, NEGATIVE = "a photo of a cat on a red sofa", "an oil painting in a storm"
 SIZE = {"width": 48, "height": 32}
@@ -143,13 +143,7 @@ def test_a_single_component_has_no_family(flux_bundle: Bundles) -> None:
         load(flux_bundle("fp32"))
 
 
-ALONE = f"""
-import sys
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if any(name == f or name.startswith(f + ".") for f in {FOREIGN!r}):
-            raise ImportError(name + " is not installed here")
-sys.meta_path.insert(0, Blocker())
+ALONE = f"""{WITHOUT_TORCH}
 import mlxconv
 made = mlxconv.load(sys.argv[1])({PROMPT!r}, width=48, height=32, steps=2, tokens={TOKENS})
 made.images[0].save(sys.argv[2])

@@ -19,14 +19,15 @@ from ..conftest import Bundles
 FOREIGN = ("torch", "diffusers", "transformers", "accelerate", "mlxconv.convert")
 FILES = sorted((Path(mlxconv.__file__).parent / "runtime").rglob("*.py"))
 
-ALONE = f"""
+WITHOUT_TORCH = f"""
 import sys
 class Blocker:
     def find_spec(self, name, path=None, target=None):
         if any(name == f or name.startswith(f + ".") for f in {FOREIGN!r}):
             raise ImportError(name + " is not installed here")
 sys.meta_path.insert(0, Blocker())
-
+"""
+ALONE = f"""{WITHOUT_TORCH}
 import mlx.core as mx
 import mlxconv
 bundle, inputs, output = sys.argv[1:]
