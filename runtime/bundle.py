@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from .errors import MlxconvError
 from .executor import Executor
+from .files import is_plain, read_text
 from .ops import dtype_of, on_cpu
 from .program import PROGRAM_FILE, Program, load_program
 from .weights import Weights
@@ -40,9 +41,7 @@ class Bundle:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; MlxconvError says what is wrong with it."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise MlxconvError(f"{path}: cannot be read ({error.strerror}); copy it again") from error
+        data = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
         raise MlxconvError(f"{path}: not JSON ({error}); copy it again") from error
     if not isinstance(data, dict):
@@ -73,6 +72,11 @@ def open_bundle(path: str | Path) -> Bundle:
         )
     if not isinstance(manifest.get("components"), dict):
         raise MlxconvError(f"{folder / MANIFEST}: lists no components; convert again")
+    outside = [name for name in manifest["components"] if not is_plain(name)]
+    if outside:
+        raise MlxconvError(
+            f"{folder / MANIFEST}: {outside[0]!r:.80} is not a folder in this one; refused"
+        )
     return Bundle(folder, manifest)
 
 

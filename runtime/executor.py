@@ -1,6 +1,8 @@
 """Runs a program: binds its weights, evaluates its nodes, compiles, taps intermediate values."""
 
 import contextlib
+import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +12,7 @@ import mlx.core as mx
 from . import binding
 from .errors import MlxconvError
 from .ops import OPS, on_cpu
-from .program import Arg, Block, Body, Entry, Node, Program, Ref, Weight, refs, walk
+from .program import MAX_INT, Arg, Block, Body, Entry, Node, Program, Ref, Weight, refs, walk
 from .weights import (
     Held,
     QuantizedWeight,
@@ -285,6 +287,9 @@ class Executor:
             return
         with self._stream_for(args):
             results = self._apply(step, args, prefix)
+        if len(step.node.out) != (len(results) if isinstance(results, list) else 1):
+            raise MlxconvError(f"{self.program.class_name}: node {node.op} at {node.module} names "
+                               f"{len(node.out)} results; convert the component again")  # fmt: skip
         for observe in _observers:
             observe(node, prefix, args, results)
         if len(node.out) == 1:
@@ -321,10 +326,10 @@ class Executor:
 
     def _apply(self, step: _Step, args: dict[str, Any], prefix: str) -> Any:
         try:
-            return step.function(**args)
+            return _bounded(step.function(**args))
         except MlxconvError:
             raise
-        except (ValueError, TypeError, RuntimeError, IndexError) as error:
+        except Exception as error:  # of whatever kind: the arguments come from a file
             shapes = {k: getattr(v, "shape", v) for k, v in args.items()}
             where = ".".join(p for p in (prefix, step.node.module) if p)
             raise MlxconvError(
@@ -421,6 +426,26 @@ class Executor:
             return self._run(block, values, held.__getitem__, path)
 
         return function
+
+
+_MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _bounded(results: Any) -> Any:
+    """What an op gave: arrays that the machine can hold, and numbers of 64 bits."""
+    for result in results if isinstance(results, list) else (results,):
+        if isinstance(result, mx.array):
+            size = math.prod(result.shape) * result.dtype.size
+            if size > _MEMORY:
+                raise ValueError(
+                    f"the result has shape {tuple(result.shape)}, {size / 1e9:.3g} GB; "
+                    f"this machine has {_MEMORY / 1e9:.3g} GB"
+                )
+        elif isinstance(result, int) and abs(result) > MAX_INT:
+            raise ValueError("the result is a number beyond 64 bits")
+        elif not isinstance(result, (int, float)):
+            raise TypeError(f"the result is a {type(result).__name__}")
+    return results
 
 
 def _flat(values: Iterable[Any]) -> Iterable[Any]:

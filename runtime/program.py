@@ -15,12 +15,20 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from .errors import MlxconvError
+from .files import read_text
 
 FORMAT = "mlxconv-program"
 VERSION = 1
 PROGRAM_FILE = "program.json"
 CONSTANTS_FILE = "constants.safetensors"
 STAGES = ("constant", "prompt", "schedule", "step")
+
+# A bundle may come from anywhere: what it asks for is bounded, fifty times above the largest
+# program traced (2,209 nodes).
+MAX_NODES = 100_000  # as written
+MAX_RUN = 5_000_000  # as run, each block as often as it is called
+MAX_DEPTH = 16  # of an argument, tuples within tuples
+MAX_INT = 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +201,9 @@ def _encode(arg: Arg) -> Any:
             return arg
 
 
-def _decode(data: Any) -> Arg:
+def _decode(data: Any, depth: int = 0) -> Arg:
+    if depth > MAX_DEPTH:
+        raise MlxconvError(f"an argument is nested deeper than {MAX_DEPTH}")
     match data:
         case str() if data[:1] == "%":
             return Ref(data[1:])
@@ -202,12 +212,14 @@ def _decode(data: Any) -> Arg:
         case str() if data[:1] == "=":
             return data[1:]
         case list():
-            return tuple(_decode(item) for item in data)
+            return tuple(_decode(item, depth + 1) for item in data)
         case {"float": str(text)}:
             return float(text)
+        case int() if abs(data) > MAX_INT:
+            raise MlxconvError(f"a number beyond 64 bits: {data!s:.30}...")
         case None | bool() | int() | float():
             return data
-    raise MlxconvError(f"program: not an argument: {data!r:.80}")
+    raise MlxconvError(f"not an argument: {data!r:.80}")
 
 
 def _encode_node(node: Node) -> list[Any]:
@@ -217,7 +229,20 @@ def _encode_node(node: Node) -> list[Any]:
 
 def _decode_node(data: Any) -> Node:
     op, out, args, module, types = data
-    return Node(op, tuple(out), {k: _decode(v) for k, v in args.items()}, module, tuple(types))
+    decoded = {k: _decode(v) for k, v in args.items()}
+    return Node(_text(op), _texts(out), decoded, _text(module), _texts(types))
+
+
+def _text(data: Any) -> str:
+    if not isinstance(data, str):
+        raise MlxconvError(f"not a name: {data!r:.80}")
+    return data
+
+
+def _texts(data: Any) -> tuple[str, ...]:
+    if not isinstance(data, list):
+        raise MlxconvError(f"not a list of names: {data!r:.80}")
+    return tuple(_text(item) for item in data)
 
 
 def _encode_body(body: Body) -> dict[str, Any]:
@@ -232,7 +257,7 @@ def _body_fields(data: dict[str, Any]) -> dict[str, Any]:
     return {
         "nodes": [_decode_node(node) for node in data["nodes"]],
         "outputs": tuple(_decode(arg) for arg in data["outputs"]),
-        "taps": {path: tuple(names) for path, names in data["taps"].items()},
+        "taps": {path: _texts(names) for path, names in data["taps"].items()},
     }
 
 
@@ -301,15 +326,15 @@ def _parse(data: dict[str, Any]) -> Program:
     entries = [
         Entry(
             **_body_fields(e),
-            name=e["name"],
+            name=_text(e["name"]),
             sizes={str(k): int(v) for k, v in e["sizes"].items()},
             literals=dict(e["literals"]),
-            inputs=tuple(Input(*fields) for fields in e["inputs"]),
+            inputs=tuple(Input(*_texts(fields)) for fields in e["inputs"]),
         )
         for e in data["entries"]
     ]
     blocks = {
-        k: Block(**_body_fields(b), inputs=tuple(b["inputs"])) for k, b in data["blocks"].items()
+        k: Block(**_body_fields(b), inputs=_texts(b["inputs"])) for k, b in data["blocks"].items()
     }
     parameters = {
         name: Parameter(tuple(int(n) for n in shape), str(dtype), str(kind))
@@ -321,21 +346,19 @@ def _parse(data: dict[str, Any]) -> Program:
 
 def load_program(path: Path) -> Program:
     """Read a program file. MlxconvError when it is missing, broken, or of a newer format."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise MlxconvError(f"{path}: cannot be read ({error.strerror})") from error
-    return from_json(text, str(path))
+    return from_json(read_text(path), str(path))
 
 
 # ---- validation ---------------------------------------------------------------------------------
 
 
 def validate(program: Program, where: str = "program") -> None:
-    """Every op known, every value defined before use, every call to an earlier-checked block."""
+    """Ops known, values defined before use, calls of blocks that are there, work bounded."""
     from .ops import OPS
 
-    _check_acyclic(program, where)
+    if program.count_nodes() > MAX_NODES:
+        raise MlxconvError(f"{where}: has {program.count_nodes()} nodes, more than {MAX_NODES}")
+    _check_calls(program, where)
     for label, body in _labelled(program):
         known = {i.name for i in body.inputs} if isinstance(body, Entry) else set(_inputs(body))
         for node in body.nodes:
@@ -346,6 +369,8 @@ def validate(program: Program, where: str = "program") -> None:
                 raise MlxconvError(
                     f"{at}: unknown op {node.op!r}; upgrade mlxconv or convert the component again"
                 )
+            elif any(isinstance(node.args.get(name), (str, tuple)) for name in ("a", "b")):
+                raise MlxconvError(f"{at}: a and b are arrays or numbers")
             missing = set(refs(node.args.values())) - known
             if missing:
                 raise MlxconvError(f"{at}: reads {sorted(missing)} before it is computed")
@@ -368,6 +393,8 @@ def _labelled(program: Program) -> Iterator[tuple[str, Body]]:
 
 def _check_call(program: Program, node: Node, at: str) -> None:
     name, inputs = node.args.get("block"), node.args.get("inputs")
+    if not isinstance(node.args.get("prefix"), str):
+        raise MlxconvError(f"{at}: has no prefix")
     if not isinstance(name, str) or name not in program.blocks:
         raise MlxconvError(f"{at}: calls unknown block {name!r}")
     block = program.blocks[name]
@@ -377,23 +404,26 @@ def _check_call(program: Program, node: Node, at: str) -> None:
         raise MlxconvError(f"{at}: block {name} gives {len(block.outputs)} outputs")
 
 
-def _check_acyclic(program: Program, where: str) -> None:
-    done: set[str] = set()
+def _check_calls(program: Program, where: str) -> None:
+    """No block calls itself, and an entry does not run more than MAX_RUN nodes."""
+    runs: dict[str, int] = {}
 
-    def visit(name: str, path: tuple[str, ...]) -> None:
+    def count(name: str, path: tuple[str, ...]) -> int:
         if name in path:
             raise MlxconvError(f"{where}: block {name} calls itself")
         if len(path) > 50:
             raise MlxconvError(f"{where}: blocks are nested deeper than 50")
-        if name in done or name not in program.blocks:
-            return
-        for callee in _callees(program.blocks[name]):
-            visit(callee, (*path, name))
-        done.add(name)
+        if name not in runs:
+            runs[name] = total(program.blocks[name], (*path, name))
+        return runs[name]
 
-    for name in program.blocks:
-        visit(name, ())
+    def total(body: Body, path: tuple[str, ...] = ()) -> int:
+        called = (str(n.args.get("block")) for n in body.nodes if n.op == "call")
+        inside = sum(count(name, path) for name in called if name in program.blocks)
+        return len(body.nodes) + inside
 
-
-def _callees(body: Body) -> list[str]:
-    return sorted({str(n.args.get("block")) for n in body.nodes if n.op == "call"})
+    for block in program.blocks:
+        count(block, ())
+    most = max((total(entry) for entry in program.entries), default=0)
+    if most > MAX_RUN:
+        raise MlxconvError(f"{where}: runs {most} nodes a call, more than {MAX_RUN}")

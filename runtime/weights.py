@@ -13,10 +13,12 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from .errors import MlxconvError
+from .files import is_plain, read_text
 from .ops import dtype_of, on_cpu
 from .program import CONSTANTS_FILE, Parameter
 
 WEIGHTS_STEM = "model"
+_HEADER = 100_000_000  # bytes, the limit of the format
 INDEX_FILE = f"{WEIGHTS_STEM}.safetensors.index.json"
 
 
@@ -120,7 +122,7 @@ class Stack(tuple[Any, ...]):
     def of(cls, held: Iterable[Any]) -> "Stack":
         """Stack along the output axis; left separate when dtypes or quantizations differ."""
         items = tuple(held)
-        makes = {(type(h), spec_of(h) if h is not None else None) for h in items}
+        makes = {(type(h), h is not None and (spec_of(h), len(arrays_of(h)))) for h in items}
         if len(makes) != 1:
             return cls(items)
         first = items[0]
@@ -279,19 +281,26 @@ def check_whole(file: Path) -> None:
         size = file.stat().st_size
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length)) if length < size else {"": {}}
+            header = json.loads(stream.read(length)) if length < min(size, _HEADER) else {"": {}}
         ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
     except OSError as error:
         raise MlxconvError(
             f"{file}: {error.strerror}; the bundle is incomplete, copy it again"
         ) from error
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error) as error:
+    except (
+        ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, struct.error,
+    ) as error:  # fmt: skip
         raise MlxconvError(f"{file}: no safetensors header; copy the bundle again") from error
     expected = 8 + length + max(ends, default=0)
     if size != expected:
         raise MlxconvError(
             f"{file}: has {size} bytes, its header says {expected}; copy the bundle again"
         )
+    try:
+        with safe_open(str(file), framework="numpy"):  # shapes, offsets: MLX believes them
+            pass
+    except (OSError, SafetensorError) as error:
+        raise MlxconvError(f"{file}: {error}; copy the bundle again") from error
 
 
 def _load(file: Path) -> dict[str, mx.array]:
@@ -307,16 +316,12 @@ def _load(file: Path) -> dict[str, mx.array]:
 def weight_map(folder: Path) -> dict[str, str]:
     index = folder / INDEX_FILE
     try:
-        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = json.loads(read_text(index))["weight_map"]
         names = {str(k): str(v) for k, v in files.items()}
-    except OSError as error:
-        raise MlxconvError(
-            f"{index}: cannot be read ({error.strerror}); is this a component of a bundle?"
-        ) from error
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise MlxconvError(f"{index}: not a weight index; convert the component again") from error
     for file in set(names.values()):
-        if "/" in file or "\\" in file or file.startswith("."):
+        if not is_plain(file):
             raise MlxconvError(f"{index}: {file!r} is not a file of this folder; refused")
     return names
 
@@ -325,6 +330,8 @@ class Specs:
     """`quantization` of a config: defaults and per-module overrides, mlx-lm's convention."""
 
     def __init__(self, table: dict[str, Any], where: str) -> None:
+        if not isinstance(table, dict):
+            raise MlxconvError(f"{where}/config.json: quantization is no table; convert again")
         self.table, self.where = table, where
 
     def of(self, module: str) -> Quantization:
@@ -333,7 +340,7 @@ class Specs:
             return Quantization(
                 int(entry["group_size"]), int(entry["bits"]), str(entry.get("mode", "affine"))
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise MlxconvError(
                 f"{self.where}/config.json: no quantization for {module!r}, whose scales are in "
                 "the weight files; convert the component again"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from .registry import Number, Value, dtype_of, from_numpy, ints, op
+from .registry import Number, Value, counted, dtype_of, from_numpy, ints, op
 
 
 @op
@@ -19,6 +19,7 @@ def full(shape: Sequence[int], value: Value, dtype: str) -> mx.array:
 @op
 def arange(start: Number, stop: Number, step: Number, dtype: str) -> mx.array:
     """start, start + step, ... below stop, computed in float64 as PyTorch does."""
+    counted((stop - start) / step)
     return from_numpy(np.arange(start, stop, step), dtype)
 
 
@@ -28,12 +29,13 @@ def linspace(start: float, stop: float, count: int, dtype: str) -> mx.array:
 
     In float32 with PyTorch's rounding: frequencies are powers of these, so the last bit tells.
     """
+    count = counted(count)
     if dtype != "float32" or count < 2:
-        return from_numpy(np.linspace(start, stop, int(count)), dtype)
+        return from_numpy(np.linspace(start, stop, count), dtype)
     low, high = np.float32(start), np.float32(stop)
     step = np.float64((high - low) / np.float32(count - 1))
-    place = np.arange(int(count))
-    second = place >= int(count) // 2
+    place = np.arange(count)
+    second = place >= count // 2
     return from_numpy(np.where(second, high - step * place[::-1], low + step * place), dtype)
 
 

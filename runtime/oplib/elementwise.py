@@ -83,7 +83,6 @@ for _name, _function in {
     "bitwise_and": operator.and_,
     "bitwise_or": operator.or_,
     "bitwise_xor": operator.xor,
-    "left_shift": operator.lshift,
     "right_shift": operator.rshift,
     "arctan2": mx.arctan2,
     "logaddexp": mx.logaddexp,
@@ -211,7 +210,20 @@ def pow_(a: Value, b: Value) -> Value:
         return _power(a, b)
     if isinstance(b, mx.array) and b.dtype in _HALF:
         return (a ** b.astype(mx.float32)).astype(b.dtype)
-    return a**b
+    return a ** (b if isinstance(b, mx.array) else _bits(b))
+
+
+def _bits(count: Number) -> Number:
+    """An exponent or shift of a size: at most 64, or the number alone would fill the memory."""
+    if count > 64:
+        raise ValueError(f"a power or shift by {count}")
+    return count
+
+
+@op
+def left_shift(a: Value, b: Value) -> Value:
+    """a * 2 ** b, of whole numbers."""
+    return operator.lshift(a, b if isinstance(b, mx.array) else _bits(b))  # type: ignore[no-any-return]
 
 
 @in_fp32

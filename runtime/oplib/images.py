@@ -11,12 +11,12 @@ import numpy as np
 
 from .elementwise import in_fp32
 from .indexing import slices
-from .registry import OPS, op
+from .registry import OPS, counted, op
 
 
 def _nearest_index(size: int, out: int, scale: float | None, exact: bool) -> mx.array:
     ratio = 1 / scale if scale else size / out
-    position = np.arange(out, dtype=np.float32)
+    position = np.arange(counted(out), dtype=np.float32)
     picked = np.floor((position + (0.5 if exact else 0.0)) * np.float32(ratio))
     return mx.array(np.clip(picked, 0, size - 1).astype(np.int32))
 
@@ -45,7 +45,7 @@ def upsample_nearest(
 
 def _positions(size: int, out: int, scale: float | None, align_corners: bool) -> Any:
     """Where each of `out` elements lies in the `size` of the source (PyTorch's convention)."""
-    target = np.arange(out, dtype=np.float64)
+    target = np.arange(counted(out), dtype=np.float64)
     if align_corners:
         return target * ((size - 1) / (out - 1) if out > 1 else 0.0)
     return (target + 0.5) * (1 / scale if scale else size / out) - 0.5
@@ -79,10 +79,11 @@ def _antialiased_taps(
     """Pillow's filters: the kernel stretched over the source when the image shrinks."""
     ratio = 1 / scale if scale else size / out
     stretch = max(ratio, 1.0)
-    centre = ratio * (np.arange(out) + 0.5)
+    centre = ratio * (np.arange(counted(out)) + 0.5)
     first = np.maximum(np.trunc(centre - reach * stretch + 0.5), 0)
     last = np.minimum(np.trunc(centre + reach * stretch + 0.5), size)
-    index = first[:, None] + np.arange(int((last - first).max()))
+    width = int((last - first).max())
+    index = first[:, None] + np.arange(counted(out * width) // out)
     weight = kernel((index - centre[:, None] + 0.5) / stretch) * (index < last[:, None])
     return index, weight / weight.sum(axis=1, keepdims=True)
 
@@ -146,7 +147,7 @@ def adaptive_avg_pool(x: mx.array, sizes: Sequence[int | None]) -> mx.array:
             shape = (*x.shape[:axis], wanted, size // wanted, *x.shape[axis + 1 :])
             x = x.reshape(shape).mean(axis=axis + 1)
             continue
-        first = np.arange(wanted) * size // wanted
+        first = np.arange(counted(wanted)) * size // wanted
         last = -(-(np.arange(wanted) + 1) * size // wanted)
         index = first[:, None] + np.arange((last - first).max())
         weight = (index < last[:, None]) / (last - first)[:, None]

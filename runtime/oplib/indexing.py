@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import MlxconvError
-from .registry import ints, op
+from .registry import counted, ints, op
 
 
 def slices(x: mx.array, axis: int, index: slice) -> tuple[slice, ...]:
@@ -59,6 +59,7 @@ def split(x: mx.array, sizes: Sequence[int], axis: int = 0) -> list[mx.array]:
 @op
 def split_every(x: mx.array, size: int, axis: int = 0) -> list[mx.array]:
     """Consecutive pieces of `size`, the last one smaller."""
+    counted(x.shape[axis] / size)
     bounds = list(range(size, x.shape[axis], size))
     return list(mx.split(x, bounds, axis=axis)) if bounds else [x]
 
@@ -72,7 +73,7 @@ def chunk(x: mx.array, chunks: int, axis: int = 0) -> list[mx.array]:
 @op
 def unbind(x: mx.array, axis: int = 0) -> list[mx.array]:
     """All slices along an axis, which is dropped."""
-    return [mx.squeeze(y, axis) for y in mx.split(x, x.shape[axis], axis=axis)]
+    return [mx.squeeze(y, axis) for y in mx.split(x, counted(x.shape[axis]), axis=axis)]
 
 
 @op

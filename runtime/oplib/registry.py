@@ -49,5 +49,15 @@ def ints(shape: Sequence[Any]) -> tuple[int, ...]:
     return tuple(int(n) for n in shape)
 
 
+MAX_COUNT = 1 << 26
+
+
+def counted(count: Number) -> int:
+    """How many elements or pieces an op makes at once, outside of MLX: at most MAX_COUNT."""
+    if count > MAX_COUNT:
+        raise ValueError(f"{count} elements are more than {MAX_COUNT}")
+    return int(count)
+
+
 def from_numpy(values: Any, dtype: str) -> mx.array:
     return mx.array(np.asarray(values), dtype=dtype_of(dtype))

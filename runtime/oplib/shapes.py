@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from .indexing import slices
-from .registry import Number, ints, op
+from .registry import Number, counted, ints, op
 
 
 @op
@@ -87,6 +87,7 @@ def repeat_each(x: mx.array, counts: mx.array, axis: int | None = None) -> mx.ar
     if axis is None:
         x, axis = x.reshape(-1), 0
     times = np.broadcast_to(np.array(counts), (x.shape[axis],))
+    counted(np.sum(times, dtype=np.float64))
     return mx.take(x, mx.array(np.repeat(np.arange(len(times)), times)), axis=axis)
 
 
@@ -130,7 +131,7 @@ def pad(
 
 
 def _border_index(size: int, before: int, after: int, mode: str) -> mx.array:
-    position = np.arange(-before, size + after)
+    position = np.arange(-before, counted(size + after))
     if mode == "circular":
         return mx.array(position % size)
     period = max(1, 2 * (size - 1))

@@ -1,0 +1,25 @@
+"""Files of a bundle, which may come from anywhere: names stay inside, sizes are bounded."""
+
+from pathlib import Path
+
+from .errors import MlxconvError
+
+MAX_TEXT = 64 << 20  # bytes of a JSON file; the largest program written has 0.4 MB
+
+
+def is_plain(name: str) -> bool:
+    """Whether a name from a file stays in its folder: no path, nothing hidden."""
+    return bool(name) and not name.startswith(".") and not set(name) & set("/\\:\0")
+
+
+def read_text(path: Path) -> str:
+    """A text file of at most MAX_TEXT bytes. MlxconvError names it, and what is wrong."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_TEXT:
+            raise MlxconvError(f"{path}: has {size} bytes, at most {MAX_TEXT} are read; refused")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise MlxconvError(f"{path}: cannot be read ({error.strerror}); copy it again") from error
+    except UnicodeDecodeError as error:
+        raise MlxconvError(f"{path}: not UTF-8 text ({error}); copy it again") from error
