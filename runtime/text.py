@@ -41,8 +41,10 @@ class TextTokenizer:
         """Exactly `length` tokens (by default the tokenizer's own maximum), special ones too."""
         length = length or int(self._options.get("model_max_length", 77))
         whole = self._count(text)
+        pad, token = self._pad
+        side = self._options.get("padding_side", "right")
         self._tokenizer.enable_truncation(length)
-        self._tokenizer.enable_padding(length=length, pad_id=self._pad[0], pad_token=self._pad[1])
+        self._tokenizer.enable_padding(direction=side, pad_id=pad, pad_token=token, length=length)
         try:
             encoded = self._tokenizer.encode(text)
         finally:
