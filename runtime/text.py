@@ -20,11 +20,13 @@ class Tokens:
 
 
 class TextTokenizer:
-    """A tokenizer folder of a bundle."""
+    """A tokenizer folder of a bundle. special: add the tokens that begin and end a text; a chat
+    template has them itself."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, special: bool = True) -> None:
         from tokenizers import Tokenizer
 
+        self._special = special
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise MlxconvError(
@@ -46,7 +48,7 @@ class TextTokenizer:
         self._tokenizer.enable_truncation(length)
         self._tokenizer.enable_padding(direction=side, pad_id=pad, pad_token=token, length=length)
         try:
-            encoded = self._tokenizer.encode(text)
+            encoded = self._tokenizer.encode(text, add_special_tokens=self._special)
         finally:
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
@@ -58,7 +60,7 @@ class TextTokenizer:
         whole = self._count(text)
         if length is not None:
             self._tokenizer.enable_truncation(length)
-        encoded = self._tokenizer.encode(text)
+        encoded = self._tokenizer.encode(text, add_special_tokens=self._special)
         self._tokenizer.no_truncation()
         mask = mx.array([encoded.attention_mask])
         return Tokens(mx.array([encoded.ids]), mask, whole - len(encoded.ids))
@@ -67,7 +69,7 @@ class TextTokenizer:
         """Tokens of the whole text; a file may come with a padding of its own."""
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        return len(self._tokenizer.encode(text).ids)
+        return len(self._tokenizer.encode(text, add_special_tokens=self._special).ids)
 
     @property
     def _pad(self) -> tuple[int, str]:

@@ -5,7 +5,7 @@ from .chroma import CHROMA
 from .dit import DIT
 from .family import Family
 from .flux import FLUX
-from .flux2 import FLUX2_KLEIN
+from .flux2 import FLUX2, FLUX2_KLEIN
 from .pixart import PIXART_SIGMA
 from .qwen_image import QWEN_IMAGE
 from .sana import SANA
@@ -16,6 +16,7 @@ from .z_image import Z_IMAGE
 
 FAMILIES: dict[str, Family] = {
     "FluxPipeline": FLUX,
+    "Flux2Pipeline": FLUX2,
     "Flux2KleinPipeline": FLUX2_KLEIN,
     "StableDiffusionPipeline": STABLE_DIFFUSION,
     "StableDiffusionXLPipeline": STABLE_DIFFUSION_XL,

@@ -87,10 +87,11 @@ class Parts:
         return read_json(self.bundle.path / "model_index.json")
 
     def tokens(
-        self, name: str, text: str, length: int | None = None, *, pad: bool = True
-    ) -> Tokens:
+        self, name: str, text: str, length: int | None = None, *,
+        pad: bool = True, special: bool = True,
+    ) -> Tokens:  # fmt: skip
         """A prompt by a tokenizer, at most or padded to `length`; what did not fit is noted."""
-        tokenizer = TextTokenizer(self.bundle.path / name)
+        tokenizer = TextTokenizer(self.bundle.path / name, special=special)
         found = tokenizer.padded(text, length) if pad else tokenizer.unpadded(text, length)
         if found.cut:
             self.notes.append(

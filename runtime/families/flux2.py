@@ -17,6 +17,11 @@ from .flux import grid
 from .images import flow_times, image_ids, noise_as, pixels, shifted_flow, vae_scale
 
 _TOKENS = 512
+_MISTRAL = (
+    "<s>[SYSTEM_PROMPT]You are an AI that reasons about image descriptions. You give structured "
+    "responses focusing on object relationships, object\nattribution and actions without "
+    "speculation.[/SYSTEM_PROMPT][INST]{}[/INST]"
+)
 _QWEN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
@@ -33,8 +38,8 @@ def _encode(
     template: str, layers: tuple[int, ...], parts: Parts, prompt: str, request: Request
 ) -> Inputs:
     """The hidden states after these layers, side by side; padding is read."""
-    text = template.replace("{}", prompt)
-    tokens = parts.tokens("tokenizer", text, request.tokens or _TOKENS)
+    text = template.replace("{}", prompt.replace("[IMG]", ""))
+    tokens = parts.tokens("tokenizer", text, request.tokens or _TOKENS, special=False)
     _, *states = parts.component("text_encoder")(input_ids=tokens.ids, attention_mask=tokens.mask)
     if len(states) <= max(layers):
         raise MlxconvError(
@@ -97,4 +102,5 @@ def _family(template: str, layers: tuple[int, ...], embedded: bool) -> Family:
     )  # fmt: skip
 
 
+FLUX2 = _family(_MISTRAL, (10, 20, 30), embedded=True)
 FLUX2_KLEIN = _family(_QWEN, (9, 18, 27), embedded=False)

@@ -14,10 +14,11 @@ from .family import Defaults, Family, Inputs, Parts, Request
 from .images import noise_as, plain_decode, plain_shape, vae_scale
 
 
-def unet_defaults(parts: Parts, guidance: float) -> Defaults:
-    """Sizes are multiples of what the UNet halves its latents to."""
+def unet_defaults(parts: Parts, latents: int, guidance: float) -> Defaults:
+    """latents: along a side, where the checkpoint has no `sample_size`. A size is a multiple of
+    what the UNet halves its latents to."""
     config, scale = parts.config("unet"), vae_scale(parts.config("vae"))
-    size = config["sample_size"]
+    size = config.get("sample_size") or latents
     height, width = (size, size) if isinstance(size, int) else size
     multiple = scale * 2 ** (len(config["block_out_channels"]) - 1)
     return Defaults(width * scale, height * scale, 50, guidance, multiple)
@@ -65,6 +66,6 @@ def unet_times(parts: Parts, schedule: Schedule) -> Inputs:
 
 STABLE_DIFFUSION = Family(
     "unet", ("text_encoder",), {"encoder_hidden_states": (1, "tokens", "cross_attention_dim")},
-    lambda parts: unet_defaults(parts, 7.5), _encode, unet_start, unet_inputs, _schedule,
+    lambda parts: unet_defaults(parts, 64, 7.5), _encode, unet_start, unet_inputs, _schedule,
     unet_times, plain_decode, embedded=distilled, latents=lambda x: {"sample": x},
 )  # fmt: skip
