@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..bundle import Bundle, LoadedComponent, default_dtype, load_component, read_json
+from ..bundle import Bundle, LoadedComponent, load_component, read_json
 from ..guidance import Guidance
 from ..noise import Generator
 from ..schedulers import Schedule, Scheduler, read_scheduler
@@ -68,8 +68,8 @@ class Parts:
     def _dtype(self, name: str) -> str | None:
         """float32 where a VAE overflows in float16 and its configuration says so (SDXL)."""
         config = self.config(name)
-        half = (self.dtype or default_dtype(config)) == "float16"
-        return "float32" if half and config.get("force_upcast") else self.dtype
+        dtype = self.dtype or config.get("mlxconv", {}).get("dtype")
+        return "float32" if dtype == "float16" and config.get("force_upcast") else self.dtype
 
     def release(self, name: str) -> None:
         """Let a component's weights go."""
