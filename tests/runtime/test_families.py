@@ -21,8 +21,9 @@ from mlxconv.runtime.families import FAMILIES
 from mlxconv.runtime.families.family import Request
 from mlxconv.runtime.pipeline import Pictures, Pipeline, load
 
+from .test_generate import NEGATIVE, PROMPT, psnr
 from .test_runtime_alone import WITHOUT_TORCH
-from .tiny_families import CALLED_WITH, NEGATIVE, PROMPT, SIZES, TINY, TOKENS
+from .tiny_families import CALLED_WITH, SIZES, TINY, TOKENS
 
 pytestmark = pytest.mark.slow
 Pixels = np.ndarray[Any, Any]
@@ -97,11 +98,6 @@ def by_diffusers(pair: Pair, steps: int, pipe: Any = None, seed: int = 7, **opti
         num_inference_steps=steps, generator=generator, output_type="np", **options,
     )  # fmt: skip
     return np.asarray(found.images)
-
-
-def psnr(a: Pixels, b: Pixels) -> float:
-    """Decibels, of values in 0 to 1."""
-    return float(-10 * np.log10(np.mean((a.astype(np.float64) - b) ** 2)))
 
 
 def test_there_is_a_tiny_pipeline_of_each_family(made: Made) -> None:

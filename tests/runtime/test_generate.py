@@ -31,6 +31,78 @@ def pipe(pipeline_bundle: Bundles) -> Pipeline:
     return load(pipeline_bundle("fp32"), keep=True)
 
 
+def by_diffusers(checkpoint: Path, steps: int, seed: int, **options: Any) -> np.ndarray[Any, Any]:
+    import torch
+    from diffusers import FluxPipeline
+
+    pipe = FluxPipeline.from_pretrained(checkpoint)
+    pipe.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(seed)
+    found = pipe(
+        PROMPT, **SIZE, num_inference_steps=steps, generator=generator, output_type="np",
+        max_sequence_length=TOKENS, **options,
+    )  # fmt: skip
+    return np.asarray(found.images)
+
+
+def psnr(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
+    """Decibels, of values in 0 to 1."""
+    return float(-10 * np.log10(np.mean((a.astype(np.float64) - b) ** 2)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [4, 20])
+def test_the_same_seed_gives_the_same_picture(
+    pipe: Pipeline, pipeline_checkpoint: Path, steps: int
+) -> None:
+    ours = pipe(PROMPT, **SIZE, steps=steps, seed=7, tokens=TOKENS, guidance=4.0).pixels
+    theirs = by_diffusers(pipeline_checkpoint, steps, 7, guidance_scale=4.0)
+    assert theirs.std() > 0.05
+    assert psnr(ours, theirs) >= 50
+
+
+@pytest.mark.slow
+def test_a_negative_prompt_guides_as_in_diffusers(
+    pipe: Pipeline, pipeline_checkpoint: Path
+) -> None:
+    ours = pipe(
+        PROMPT, negative=NEGATIVE, cfg=3.0, **SIZE, steps=4, seed=7, tokens=TOKENS, guidance=4.0
+    ).pixels
+    options = {"negative_prompt": NEGATIVE, "true_cfg_scale": 3.0, "guidance_scale": 4.0}
+    assert psnr(ours, by_diffusers(pipeline_checkpoint, 4, 7, **options)) >= 50
+
+
+@pytest.mark.slow
+def test_in_bf16_a_picture_loses_what_it_loses_in_torch(
+    pipeline_bundle: Bundles, pipeline_checkpoint: Path
+) -> None:
+    """Both against torch in fp32, from the same bf16 noise."""
+    import torch
+    from diffusers import FluxPipeline
+
+    def in_torch(dtype: torch.dtype) -> np.ndarray[Any, Any]:
+        pipe = FluxPipeline.from_pretrained(pipeline_checkpoint, torch_dtype=dtype)
+        pipe.set_progress_bar_config(disable=True)
+        generator = torch.Generator().manual_seed(1)
+        noise = torch.randn((1, 16, 4, 6), generator=generator, dtype=torch.bfloat16)
+        latents = pipe._pack_latents(noise, 1, 16, 4, 6).to(dtype)
+        options = {"num_inference_steps": 4, "guidance_scale": 4.0, "output_type": "np"}
+        found = pipe(PROMPT, **SIZE, latents=latents, max_sequence_length=TOKENS, **options)
+        return np.asarray(found.images)
+
+    pipe = load(pipeline_bundle("bf16"))
+    ours = pipe(PROMPT, **SIZE, steps=4, seed=1, tokens=TOKENS, guidance=4.0).pixels
+    exact = in_torch(torch.float32)
+    assert psnr(ours, exact) >= psnr(in_torch(torch.bfloat16), exact) - 1
+
+
+def test_several_pictures_are_those_of_one_batch(pipe: Pipeline, pipeline_checkpoint: Path) -> None:
+    ours = pipe(PROMPT, **SIZE, steps=2, count=3, tokens=TOKENS, guidance=4.0)
+    options = {"num_images_per_prompt": 3, "guidance_scale": 4.0}
+    assert psnr(ours.pixels, by_diffusers(pipeline_checkpoint, 2, 0, **options)) >= 50
+    assert [image.size for image in ours.images] == [(48, 32)] * 3
+
+
 @pytest.mark.parametrize("q", ["bf16", "4bit"])
 def test_other_precisions_make_pictures(pipeline_bundle: Bundles, q: str) -> None:
     made = load(pipeline_bundle(q))(PROMPT, **SIZE, steps=2, tokens=TOKENS)

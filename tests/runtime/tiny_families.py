@@ -15,8 +15,8 @@ from mlxconv.runtime.families.qwen_image import _TEMPLATE
 from mlxconv.runtime.families.sana import _INSTRUCTION
 
 from ..conftest import SENTENCES, _clip_tokenizer, _pipeline, _save, _t5_tokenizer
+from .test_generate import NEGATIVE, PROMPT
 
-PROMPT, NEGATIVE = "a photo of a cat on a red sofa", "an oil painting in a storm"
 _VOCABULARY = 400
 
 
