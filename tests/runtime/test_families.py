@@ -21,15 +21,17 @@ from mlxconv.runtime.families import FAMILIES
 from mlxconv.runtime.families.family import Request
 from mlxconv.runtime.pipeline import Pictures, Pipeline, load
 
+from ..conftest import Bundles
 from .test_generate import NEGATIVE, PROMPT, psnr
 from .test_runtime_alone import WITHOUT_TORCH
 from .tiny_families import CALLED_WITH, SIZES, TINY, TOKENS
 
 pytestmark = pytest.mark.slow
 Pixels = np.ndarray[Any, Any]
-Made = Callable[[str], Path]
+Made = Callable[[str], tuple[Path, Path]]
+NAMES = ["flux", *TINY]
 UNASKED = ("dit", "flux2", "flux2_klein")  # pipelines without a negative prompt
-SEEDS, MARGIN = 3, 1.0  # bf16: pictures, decibels
+SEEDS, MARGIN = 2, 1.5  # bf16: pictures, decibels
 OFF = {"qwen_image": {}, "z_image": {"guidance_scale": 0.0}}
 
 
@@ -38,7 +40,8 @@ class Pair:
     """A tiny pipeline in MLX and in diffusers."""
 
     name: str
-    folder: Path
+    checkpoint: Path
+    bundle: Path
     ours: Pipeline
     theirs: Any
 
@@ -52,33 +55,38 @@ def asked(name: str) -> dict[str, Any]:
     return {"width": width, "height": height, "tokens": TOKENS.get(name, 16)}
 
 
-def diffusers_pipeline(folder: Path, **options: Any) -> Any:
+def diffusers_pipeline(checkpoint: Path, **options: Any) -> Any:
     from diffusers import DiffusionPipeline
 
-    pipe = DiffusionPipeline.from_pretrained(folder / "checkpoint", **options)
+    pipe = DiffusionPipeline.from_pretrained(checkpoint, **options)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """`made("sana")`: the folder of a tiny checkpoint and of its fp32 bundle."""
+def made(
+    pipeline_checkpoint: Path, pipeline_bundle: Bundles, tmp_path_factory: pytest.TempPathFactory
+) -> Made:
+    """`made("sana")`: a tiny checkpoint and its fp32 bundle; "flux" is that of all tests."""
     parent = tmp_path_factory.mktemp("families")
 
-    def folder(name: str) -> Path:
-        if not (parent / name).is_dir():
-            TINY[name](parent / name / "checkpoint")
-            convert(parent / name / "checkpoint", parent / name / "bundle", "fp32")
-        return parent / name
+    def folders(name: str) -> tuple[Path, Path]:
+        if name == "flux":
+            return pipeline_checkpoint, pipeline_bundle("fp32")
+        checkpoint, bundle = parent / name / "checkpoint", parent / name / "bundle"
+        if not bundle.is_dir():
+            TINY[name](checkpoint)
+            convert(checkpoint, bundle, "fp32")
+        return checkpoint, bundle
 
-    return folder
+    return folders
 
 
-@pytest.fixture(scope="module", params=list(TINY))
+@pytest.fixture(scope="module", params=NAMES)
 def pair(request: pytest.FixtureRequest, made: Made) -> Pair:
-    folder = made(request.param)
-    ours = load(folder / "bundle", keep=True)
-    return Pair(request.param, folder, ours, diffusers_pipeline(folder))
+    checkpoint, bundle = made(request.param)
+    ours = load(bundle, keep=True)
+    return Pair(request.param, checkpoint, bundle, ours, diffusers_pipeline(checkpoint))
 
 
 def of(name: str) -> pytest.MarkDecorator:
@@ -101,7 +109,7 @@ def by_diffusers(pair: Pair, steps: int, pipe: Any = None, seed: int = 7, **opti
 
 
 def test_there_is_a_tiny_pipeline_of_each_family(made: Made) -> None:
-    indices = (json.loads((made(n) / "bundle/model_index.json").read_text()) for n in TINY)
+    indices = (json.loads((made(n)[1] / "model_index.json").read_text()) for n in NAMES)
     assert {index["_class_name"] for index in indices} == set(FAMILIES)
 
 
@@ -203,8 +211,8 @@ def test_in_bf16_a_picture_loses_what_it_loses_in_torch(
         return randn_tensor(shape, dtype=drawn[0], **options).to(dtype)
 
     monkeypatch.setattr(sys.modules[type(pair.theirs).__module__], "randn_tensor", as_in_bf16)
-    half = diffusers_pipeline(pair.folder, torch_dtype=torch.bfloat16)
-    ours = load(pair.folder / "bundle", dtype="bfloat16", keep=True)
+    half = diffusers_pipeline(pair.checkpoint, torch_dtype=torch.bfloat16)
+    ours = load(pair.bundle, dtype="bfloat16", keep=True)
     errors = []
     for seed in range(SEEDS):
         in_torch = by_diffusers(pair, 4, half, seed)
@@ -329,7 +337,7 @@ def test_a_vae_may_have_means_of_its_own(pair: Pair, monkeypatch: pytest.MonkeyP
 
 @of("stable_diffusion_xl")
 def test_a_vae_that_overflows_in_fp16_runs_in_fp32(pair: Pair) -> None:
-    parts = load(pair.folder / "bundle", dtype="float16").parts
+    parts = load(pair.bundle, dtype="float16").parts
     assert [parts.component(name).dtype for name in ("unet", "vae")] == [mx.float16, mx.float32]
 
 
@@ -381,7 +389,7 @@ np.savez(sys.argv[2], **{{
 
 def test_all_families_need_no_torch(made: Made, tmp_path: Path) -> None:
     """In one process, where torch, diffusers and transformers cannot be imported."""
-    wanted = {n: (str(made(n) / "bundle"), {**asked(n), "steps": 2, "seed": 7}) for n in TINY}
+    wanted = {n: (str(made(n)[1]), {**asked(n), "steps": 2, "seed": 7}) for n in NAMES}
     command = [sys.executable, "-c", ALONE, json.dumps(wanted), str(tmp_path / "made.npz")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

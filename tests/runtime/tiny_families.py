@@ -14,7 +14,7 @@ from mlxconv.runtime.families.flux2 import _MISTRAL
 from mlxconv.runtime.families.qwen_image import _TEMPLATE
 from mlxconv.runtime.families.sana import _INSTRUCTION
 
-from ..conftest import SENTENCES, _clip_tokenizer, _pipeline, _save, _t5_tokenizer
+from ..conftest import SENTENCES, _clip_tokenizer, _save, _t5_tokenizer
 from .test_generate import NEGATIVE, PROMPT
 
 _VOCABULARY = 400
@@ -360,13 +360,8 @@ def dit(folder: Path) -> None:
     file.write_text(json.dumps(data), encoding="utf-8")
 
 
-def flux(folder: Path) -> None:
-    """The tiny pipeline of all other tests."""
-    _pipeline(folder)
-
-
 _ALL = (
-    chroma, dit, flux, flux2, flux2_klein, pixart_sigma, qwen_image, sana, stable_diffusion,
+    chroma, dit, flux2, flux2_klein, pixart_sigma, qwen_image, sana, stable_diffusion,
     stable_diffusion_3, stable_diffusion_xl, z_image,
 )  # fmt: skip
 TINY: dict[str, Callable[[Path], None]] = {f.__name__: f for f in _ALL}
