@@ -96,9 +96,7 @@ def test_in_bf16_a_picture_loses_what_it_loses_in_torch(
     assert psnr(ours, exact) >= psnr(in_torch(torch.bfloat16), exact) - 1
 
 
-def test_several_pictures_are_those_of_one_batch(
-    pipe: Pipeline, pipeline_checkpoint: Path
-) -> None:
+def test_several_pictures_are_those_of_one_batch(pipe: Pipeline, pipeline_checkpoint: Path) -> None:
     ours = pipe(PROMPT, **SIZE, steps=2, count=3, tokens=TOKENS, guidance=4.0)
     options = {"num_images_per_prompt": 3, "guidance_scale": 4.0}
     assert psnr(ours.pixels, by_diffusers(pipeline_checkpoint, 2, 0, **options)) >= 50
