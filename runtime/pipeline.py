@@ -4,10 +4,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -20,16 +19,20 @@ from .families import family_of
 from .families.family import Defaults, Parts, Request
 from .guidance import Guided
 from .noise import Generator
+from .phases import Listener, Phases
 from .schedulers import Schedule, with_class
 from .staging import Staged
 
 _CFG = 4.0  # with a negative prompt, where none is asked for
-T = TypeVar("T")
 
 
 @dataclass
 class Pictures:
-    """What a generation made, and how long its parts took, in seconds."""
+    """What a generation made, and how long its phases took, in seconds.
+
+    seconds: `encode`, `prepare`, `first_step`, `steps` (all others), `step_median`, `decode` and
+    `total`.
+    """
 
     images: list[Image.Image]
     pixels: np.ndarray[Any, Any]  # (count, height, width, 3) float32 in 0 to 1
@@ -37,6 +40,7 @@ class Pictures:
     seconds: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     weight_bytes: dict[str, int] = field(default_factory=dict)
+    peak_bytes: dict[str, int] = field(default_factory=dict)  # of MLX's memory, a phase
 
 
 class Pipeline:
@@ -71,13 +75,15 @@ class Pipeline:
         tokens: int | None = None,
         scheduler: str | None = None,
         callback: Callback | None = None,
+        listener: Listener | None = None,
     ) -> Pictures:
         """Pictures of a prompt: the noise of `seed` is torch's own, so they can be compared.
 
         guidance: the pipeline's `guidance_scale`. cfg: scale of true classifier-free guidance, of
         FLUX.1 and Qwen-Image with a negative prompt. cfg_end: the part of the schedule after which
         no negative prompt is read. tokens: of the longest text encoder. scheduler: another class
-        than the checkpoint's. MlxconvError for what cannot be done, saying what can.
+        than the checkpoint's. callback: after each step. listener: told of each phase and how far
+        it is. MlxconvError for what cannot be done, saying what can.
         """
         own = self.defaults
         pull = own.guidance if guidance is None else guidance
@@ -90,17 +96,20 @@ class Pipeline:
         made = Pictures([], np.zeros(0), request)
         if negative is not None and against is None:
             made.notes.append(f"the negative prompt is not read: guidance is {scale:g}")
-        started = time.perf_counter()
-        prompts = self._encode(request, made)
+        clock = Phases(listener)
+        with clock.phase("encode", 1 + (against is not None)) as ended:
+            prompts = self._encode(request, made, ended)
         generator = Generator(request.seed)
         latents, schedule = self._start(request, scheduler, generator)
-        models = self._prepare(request, prompts, latents, schedule, cfg_end, made)
-        shape = (1, *latents.shape[1:])
-        noise = partial(_again, generator, shape)
-        ends = [self._loop(models, x[None], schedule, noise, callback, made) for x in latents]
-        made.pixels = self._timed(made, "decode", lambda: self._decode(ends, request))
+        with clock.phase("prepare"):
+            models = self._prepare(request, prompts, latents, schedule, cfg_end, made)
+        noise = partial(_again, generator, (1, *latents.shape[1:]))
+        ends = self._denoise(models, latents, schedule, noise, callback, clock)
+        with clock.phase("decode", request.count) as ended:
+            made.pixels = self._decode(ends, request, ended)
         made.images = [Image.fromarray(np.round(p * 255).astype(np.uint8)) for p in made.pixels]
-        made.seconds["total"] = time.perf_counter() - started
+        made.seconds = {**clock.seconds, "total": clock.wall}
+        made.peak_bytes = clock.peak_bytes
         return made
 
     # ---- the phases ----
@@ -118,19 +127,19 @@ class Pipeline:
             negative, scale = negative or "", guidance
         return (negative if scale > self.family.guidance.off else None), scale
 
-    def _encode(self, request: Request, made: Pictures) -> list[Mapping[str, Any]]:
-        family = self.family
-
-        def encode() -> list[Mapping[str, Any]]:
-            self.parts.notes = made.notes
-            found = [family.encode(self.parts, request.prompt, request)]
-            if request.negative is not None:
-                other = family.negative or family.encode
-                found.append(other(self.parts, request.negative, request))
-            mx.eval([list(inputs.values()) for inputs in found])
-            return found
-
-        return self._timed(made, "encode", encode)
+    def _encode(
+        self, request: Request, made: Pictures, ended: Callable[[], None]
+    ) -> list[Mapping[str, Any]]:
+        family, found = self.family, []
+        self.parts.notes = made.notes
+        ways = [(family.encode, request.prompt)]
+        if request.negative is not None:
+            ways.append((family.negative or family.encode, request.negative))
+        for encode, text in ways:
+            found.append(encode(self.parts, text, request))
+            mx.eval(list(found[-1].values()))
+            ended()
+        return found
 
     def _start(
         self, request: Request, scheduler: str | None, generator: Generator
@@ -158,44 +167,48 @@ class Pipeline:
         negative = given[1] if len(given) > 1 else None
         times, sizes = family.times(self.parts, schedule), staged.weight_bytes()
         made.weight_bytes = {"prepare": sizes["all"], "loop": sizes["step"]}
-        return self._timed(
-            made,
-            "prepare",
-            lambda: Guided(staged, given[0], times, negative, guidance, latents=family.latents),
-        )
+        return Guided(staged, given[0], times, negative, guidance, latents=family.latents)
 
-    def _loop(
-        self, model: Guided, latents: mx.array, schedule: Schedule, noise: Noise,
-        callback: Callback | None, made: Pictures,
-    ) -> mx.array:  # fmt: skip
-        ends: list[float] = [0.0]
-
-        def told(progress: Progress) -> bool | None:
-            ends.append(progress.seconds)
-            return None if callback is None else callback(progress)
+    def _denoise(
+        self, model: Guided, starts: mx.array, schedule: Schedule, noise: Noise,
+        callback: Callback | None, clock: Phases,
+    ) -> list[mx.array]:  # fmt: skip
+        """The latents (1, ...) at the end, one image after the other."""
+        later: list[float] = []
+        last = time.perf_counter()
 
         def predicted(step: int, x: mx.array) -> mx.array:
             return self.family.prediction(model(step, x), x)
 
-        found = denoise(predicted, latents, schedule, noise=noise, callback=told)
-        steps = [b - a for a, b in pairwise(ends)]
-        made.seconds.setdefault("first_step", steps[0])
-        made.seconds["step_median"] = median(steps[1:] or steps)
-        return found
+        with clock.phase("steps", schedule.calls * len(starts)) as ended:
 
-    def _decode(self, latents: list[mx.array], request: Request) -> np.ndarray[Any, Any]:
+            def told(progress: Progress) -> bool | None:
+                nonlocal last
+                now = time.perf_counter()
+                if "first_step" in clock.seconds:
+                    later.append(now - last)
+                else:
+                    clock.book("first_step", now - last)
+                last = now
+                ended()
+                return None if callback is None else callback(progress)
+
+            ends = [denoise(predicted, x[None], schedule, noise=noise, callback=told)
+                    for x in starts]  # fmt: skip
+        first = clock.seconds["first_step"]
+        clock.seconds["steps"] -= first
+        clock.seconds["step_median"] = median(later or [first])
+        return ends
+
+    def _decode(
+        self, latents: list[mx.array], request: Request, ended: Callable[[], None]
+    ) -> np.ndarray[Any, Any]:
         decoded = []
         for each in latents:
             values = self.family.decode(self.parts, each, request)
-            mx.eval(values)
             decoded.append(np.array(values))
+            ended()
         return np.concatenate(decoded)
-
-    def _timed(self, made: Pictures, name: str, run: Callable[[], T]) -> T:
-        began = time.perf_counter()
-        found = run()
-        made.seconds[name] = time.perf_counter() - began
-        return found
 
 
 def load(bundle: str | Path, *, dtype: str | None = None, keep: bool = False) -> Pipeline:

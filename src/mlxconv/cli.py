@@ -15,8 +15,8 @@ from typing import Any
 import click
 
 from . import __version__
-from .convert.interrupts import remember_interrupts
 from .runtime.errors import MlxconvError
+from .runtime.interrupts import remember_interrupts
 
 _INTERRUPTED = 130
 
@@ -324,7 +324,7 @@ def generate(
 
     width, height = size or (None, None)
     report = run(bundle, prompt, out, dtype=dtype, width=width, height=height, **options)
-    _emit(as_json, report.as_json(), report.as_text())
+    _emit(as_json, report.as_json(), report.as_text(verbose))
 
 
 @cli.group()
