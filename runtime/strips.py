@@ -1,0 +1,411 @@
+"""Large pictures decoded in strips of rows: the same values in a fraction of the memory.
+
+A convolution whose work would not fit is computed strip by strip, each evaluated before the next
+is begun. A strip takes the rows that it needs from its neighbours, a group norm takes its mean and
+variance from all strips (Chan, Golub and LeVeque 1983), and attention goes by parts of its
+queries; so nothing is approximated, and there are no seams to blend. What has no rule here is
+computed whole, as ever, and cut again by the next convolution.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+
+from .executor import Executor, Lookup, evaluator, under
+from .ops import OPS
+from .program import Body
+
+DEFAULT_WORK = 256 * 2**20  # bytes that one strip of one convolution may need
+_SEQUENCES = (list, tuple)  # of values: a stack of weights is neither
+Rule = Callable[[dict[str, Any], "Strips"], Any]
+
+
+@dataclass(frozen=True)
+class Strips:
+    """A tensor cut along one axis, the first part on top."""
+
+    parts: tuple[mx.array, ...]
+    axis: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(self.parts[0].shape)
+        shape[self.axis] = sum(part.shape[self.axis] for part in self.parts)
+        return tuple(shape)
+
+    @property
+    def ndim(self) -> int:
+        return self.parts[0].ndim
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.parts[0].dtype
+
+    @property
+    def bounds(self) -> list[int]:
+        """Where the parts begin, and where the last one ends."""
+        found = [0]
+        for part in self.parts:
+            found.append(found[-1] + part.shape[self.axis])
+        return found
+
+    def whole(self) -> mx.array:
+        """The tensor in one."""
+        return mx.concatenate(list(self.parts), axis=self.axis)
+
+    def rows(self, low: int, high: int) -> mx.array:
+        """Rows `low` to `high`, of whatever parts they are in."""
+        found = []
+        for part, (first, last) in zip(self.parts, pairwise(self.bounds)):
+            if first < high and low < last:
+                own = max(low, first) - first, min(high, last) - first
+                found.append(_rows(part, self.axis, *own))
+        return found[0] if len(found) == 1 else mx.concatenate(found, axis=self.axis)
+
+    def cut(self, bounds: Sequence[int]) -> "Strips":
+        """The same at other bounds."""
+        if list(bounds) == self.bounds:
+            return self
+        return Strips(tuple(self.rows(a, b) for a, b in pairwise(bounds)), self.axis)
+
+
+def _rows(x: mx.array, axis: int, low: int, high: int) -> mx.array:
+    if (low, high) == (0, x.shape[axis]):
+        return x
+    return x[(slice(None),) * axis + (slice(low, high),)]
+
+
+def evenly(rows: int, count: int) -> list[int]:
+    """Bounds of `count` strips, none empty."""
+    count = max(1, min(count, rows))
+    return [rows * i // count for i in range(count + 1)]
+
+
+class StripExecutor(Executor):
+    """An executor that cuts what needs more than `work` bytes at once. It never compiles."""
+
+    def __init__(self, executor: Executor, work: int = DEFAULT_WORK) -> None:
+        super().__init__(executor.program, executor.weights)
+        self.work = work
+        self.most = 1  # strips of one convolution in the last run
+
+    def _run(
+        self, body: Body, values: dict[str, Any], weight: Lookup, prefix: str,
+        taps: Sequence[str] = (), found: dict[str, list[Any]] | None = None,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        if taps:
+            return super()._run(body, values, weight, prefix, taps, found)
+        if not prefix:
+            self.most = 1
+        made: Any = None
+        for step in self._plan_of(body):
+            _settle(made)
+            args = {key: get(values, weight) for key, get in step.arguments.items()}
+            for name in step.drop:  # before the work: a caller would hold them through a block
+                values.pop(name, None)
+            if step.node.op == "call":
+                made = self._called(args, weight, prefix)
+            else:
+                made = self._applied(step, args, prefix)
+                del args
+            several = isinstance(made, (list, tuple))
+            values.update(zip(step.node.out, made if several else [made], strict=True))
+        outputs = [evaluator(arg, self.compute)(values, weight) for arg in body.outputs]
+        return tuple(outputs) if prefix else tuple(_whole(value) for value in outputs)
+
+    def _called(self, args: dict[str, Any], weight: Lookup, prefix: str) -> tuple[Any, ...]:
+        block, inner = self.program.blocks[args["block"]], args["prefix"]
+        path = ".".join(part for part in (prefix, inner) if part)
+        values = dict(zip(block.inputs, args.pop("inputs"), strict=True))
+        return self._run(block, values, under(weight, inner), path)
+
+    def _applied(self, step: Any, args: dict[str, Any], prefix: str) -> Any:
+        node = step.node
+        if node.op == "conv":
+            args["x"] = self._cut(args)
+        elif node.op == "attention":
+            return self._attention(args)
+        strips = next((v for v in _flat(args.values()) if isinstance(v, Strips)), None)
+        rule = None if strips is None else RULES.get(node.op)
+        if strips is not None:
+            self.most = max(self.most, len(strips.parts))
+            made = None if rule is None else rule(args, strips)
+            if made is not None:
+                return made
+            args = {key: _whole(value) for key, value in args.items()}
+        return self._apply(step, args, prefix)
+
+    def _cut(self, args: Mapping[str, Any]) -> Any:
+        """The input of a convolution in strips that each need at most `work` bytes."""
+        x, weight = args["x"], args["weight"]
+        if x.ndim < 4 or not isinstance(weight, mx.array):
+            return x
+        axis, taps = x.ndim - 2, math.prod(weight.shape[1:])
+        out = math.prod(x.shape[2:]) / math.prod(args["stride"])
+        needed = x.shape[0] * out * (taps + weight.shape[0]) * x.dtype.size
+        count = math.ceil(needed / self.work)
+        if isinstance(x, Strips):
+            if x.axis != axis:
+                x = x.whole()
+            elif len(x.parts) >= count:
+                return x
+        return x if count <= 1 else _cut(x, axis, evenly(x.shape[axis], count))
+
+    def _attention(self, args: dict[str, Any]) -> mx.array:
+        """By parts of the queries, where the scores (batch, heads, queries, keys) are too many."""
+        args = {key: _whole(value) for key, value in args.items()}
+        q, keys = args["q"], args["k"].shape[-2]
+        needed = math.prod(q.shape[:-1]) * keys * 4
+        count = math.ceil(needed / self.work)
+        if count <= 1 or args.get("mask") is not None or args.get("causal"):
+            return OPS["attention"](**args)
+        bounds, parts = evenly(q.shape[-2], count), []
+        for low, high in pairwise(bounds):
+            parts.append(OPS["attention"](**{**args, "q": q[..., low:high, :]}))
+            mx.eval(parts[-1])
+        return mx.concatenate(parts, axis=-2)
+
+
+def _settle(made: Any) -> None:
+    """Evaluate strips one after the other, so that what each needed is gone before the next."""
+    if isinstance(made, Strips):
+        for part in made.parts:
+            mx.eval(part)
+
+
+def _cut(x: Any, axis: int, bounds: Sequence[int]) -> Strips:
+    return (x if isinstance(x, Strips) else Strips((x,), axis)).cut(bounds)
+
+
+def _whole(value: Any) -> Any:
+    if type(value) in _SEQUENCES:
+        return [_whole(item) for item in value]
+    return value.whole() if isinstance(value, Strips) else value
+
+
+def _flat(values: Any) -> Any:
+    for value in values:
+        if type(value) in _SEQUENCES:
+            yield from _flat(value)
+        else:
+            yield value
+
+
+# ---- rules: an op on strips; None where it has to see the whole ----------------------------------
+
+
+def _each(op: str, args: Mapping[str, Any], strips: Strips, axis: int | None = None) -> Any:
+    """The op on each strip; other values in strips are cut alike. axis: of the rows behind it."""
+
+    def part(value: Any, number: int, bounds: list[int]) -> Any:
+        if type(value) in _SEQUENCES:
+            return [part(item, number, bounds) for item in value]
+        return value.cut(bounds).parts[number] if isinstance(value, Strips) else value
+
+    bounds = strips.bounds
+    made = [OPS[op](**{key: part(v, i, bounds) for key, v in args.items()})
+            for i in range(len(strips.parts))]  # fmt: skip
+    behind = strips.axis if axis is None else axis
+    if isinstance(made[0], list):
+        return [Strips(tuple(column), behind) for column in zip(*made)]
+    return Strips(tuple(made), behind)
+
+
+def _pointwise(op: str) -> Rule:
+    def rule(args: dict[str, Any], strips: Strips) -> Any:
+        rows, behind = strips.shape[strips.axis], strips.ndim - strips.axis
+        alike = {}
+        for key, value in args.items():
+            if isinstance(value, Strips):
+                if value.ndim - value.axis != behind or value.shape[value.axis] != rows:
+                    return None
+            elif isinstance(value, mx.array) and value.ndim >= behind:
+                if value.ndim > strips.ndim:
+                    return None
+                axis = value.ndim - behind
+                if value.shape[axis] != 1:
+                    value = Strips((value,), axis)
+            alike[key] = value
+        return _each(op, alike, strips)
+
+    return rule
+
+
+def _along(op: str, keys: Sequence[str]) -> Rule:
+    """An op that works along the axes named by `keys`, and keeps the number of axes."""
+
+    def rule(args: dict[str, Any], strips: Strips) -> Any:
+        axes = next((args[key] for key in keys if args.get(key) is not None), None)
+        if axes is None or (not args.get("keepdims", True)):
+            return None
+        axes = axes if isinstance(axes, (list, tuple)) else [axes]
+        if strips.axis in {axis % strips.ndim for axis in axes}:
+            return None
+        return _each(op, args, strips)
+
+    return rule
+
+
+def _over_last(op: str) -> Rule:
+    def rule(args: dict[str, Any], strips: Strips) -> Any:
+        lone = sum(isinstance(v, Strips) for v in _flat(args.values())) == 1
+        return _each(op, args, strips) if lone and strips.axis < strips.ndim - 1 else None
+
+    return rule
+
+
+def _concat(args: dict[str, Any], strips: Strips) -> Any:
+    alike = [x if isinstance(x, Strips) else Strips((x,), strips.axis) for x in args["xs"]]
+    axis = args.get("axis", 0) % strips.ndim
+    if axis == strips.axis or any(x.axis != strips.axis for x in alike):
+        return None
+    return _each("concat", {**args, "xs": alike}, strips)
+
+
+def _transpose(args: dict[str, Any], strips: Strips) -> Any:
+    axes = [axis % strips.ndim for axis in args["axes"]]
+    return _each("transpose", args, strips, axes.index(strips.axis))
+
+
+def _reshape(args: dict[str, Any], strips: Strips) -> Any:
+    """Where the rows, and what is behind them, stay as they are."""
+    old, new = list(strips.shape), [int(size) for size in args["shape"]]
+    if -1 in new:
+        new[new.index(-1)] = math.prod(old) // -math.prod(new)
+    axis = len(new) - (len(old) - strips.axis)
+    if axis < 0 or new[axis:] != old[strips.axis :]:
+        return None
+    return Strips(
+        tuple(
+            part.reshape(*new[:axis], part.shape[strips.axis], *new[axis + 1 :])
+            for part in strips.parts
+        ),
+        axis,
+    )
+
+
+def _broadcast(args: dict[str, Any], strips: Strips) -> Any:
+    sizes = [int(size) for size in args["shape"]]
+    axis = len(sizes) - (strips.ndim - strips.axis)
+    if sizes[axis] not in (-1, strips.shape[strips.axis]):
+        return None
+    sizes[axis] = -1
+    return _each("broadcast", {**args, "shape": sizes}, strips, axis)
+
+
+def _pad(args: dict[str, Any], strips: Strips) -> Any:
+    widths = [tuple(pair) for pair in args["widths"]]
+    before, after = widths[strips.axis]
+    plain = args.get("mode", "constant") == "constant" and min(before, after) >= 0
+    if (before or after) and not plain:
+        return None
+    parts, last = [], len(strips.parts) - 1
+    for number, part in enumerate(strips.parts):
+        own = list(widths)
+        own[strips.axis] = (before if number == 0 else 0, after if number == last else 0)
+        parts.append(OPS["pad"](**{**args, "x": part, "widths": own}))
+    return Strips(tuple(parts), strips.axis)
+
+
+def _upsample_nearest(args: dict[str, Any], strips: Strips) -> Any:
+    sizes, scales = args.get("sizes"), args.get("scales")
+    count = len(sizes if sizes is not None else scales)
+    at, rows = strips.axis - (strips.ndim - count), strips.shape[strips.axis]
+    if at < 0:
+        return None
+    factor = sizes[at] / rows if sizes is not None else scales[at]
+    if factor != int(factor):
+        return None
+    parts = []
+    for part in strips.parts:
+        own = None if sizes is None else list(sizes)
+        if own is not None:
+            own[at] = part.shape[strips.axis] * int(factor)
+        parts.append(OPS["upsample_nearest"](**{**args, "x": part, "sizes": own}))
+    return Strips(tuple(parts), strips.axis)
+
+
+def _conv(args: dict[str, Any], strips: Strips) -> Any:
+    """Each strip with the rows that it needs of its neighbours, zeros beyond the border."""
+    x, axis = args["x"], strips.axis
+    if x is not strips or axis < 2:
+        return None
+    at, rows = axis - 2, strips.shape[axis]
+    stride, dilation = args["stride"][at], args["dilation"][at]
+    padding, reach = args["padding"][at], dilation * (args["weight"].shape[1 + at] - 1) + 1
+    made = (rows + 2 * padding - reach) // stride + 1
+    inner = [*args["padding"]]
+    inner[at] = 0
+    bounds = sorted({bound * made // rows for bound in strips.bounds})
+    parts = []
+    for low, high in pairwise(bounds):
+        first, last = low * stride - padding, (high - 1) * stride - padding + reach
+        part = strips.rows(max(first, 0), min(last, rows))
+        if first < 0 or last > rows:
+            widths = [(0, 0)] * part.ndim
+            widths[axis] = (max(0, -first), max(0, last - rows))
+            part = mx.pad(part, widths)
+        parts.append(OPS["conv"](**{**args, "x": part, "padding": inner}))
+    return Strips(tuple(parts), axis)
+
+
+def _group_norm(args: dict[str, Any], strips: Strips) -> Any:
+    """Mean and squared distances of each group, strip by strip, put together."""
+    if strips.axis < 2:
+        return None
+    batch, channels, groups = *strips.shape[:2], args["groups"]
+    _settle(strips)
+    counts, means, squares = [], [], []
+    for part in strips.parts:
+        flat = part.reshape(batch, groups, -1).astype(mx.float32)
+        mean = flat.mean(axis=-1, keepdims=True)
+        square = mx.square(flat - mean).sum(axis=-1, keepdims=True)
+        mx.eval(mean, square)
+        counts.append(flat.shape[-1])
+        means.append(mean)
+        squares.append(square)
+    total = sum(counts)
+    mean = sum(m * (n / total) for m, n in zip(means, counts))
+    apart = sum(n * mx.square(m - mean) for m, n in zip(means, counts))
+    scale = mx.rsqrt((sum(squares) + apart) / total + args.get("eps", 1e-5))
+    per_channel = (batch, channels) + (1,) * (strips.ndim - 2)
+
+    def spread(value: mx.array) -> mx.array:
+        return mx.repeat(value, channels // groups, axis=1).reshape(per_channel)
+
+    mean, scale = spread(mean), spread(scale)
+    weight, bias = args.get("weight"), args.get("bias")
+    own = (1, *per_channel[1:])
+    if weight is not None:
+        scale = scale * weight.reshape(own)
+    shift = mx.zeros(own) if bias is None else bias.reshape(own)
+    parts = (((p.astype(mx.float32) - mean) * scale + shift).astype(p.dtype) for p in strips.parts)
+    return Strips(tuple(parts), strips.axis)
+
+
+_POINTWISE = (
+    "abs", "add", "cast", "clip", "cos", "div", "elu", "exp", "gelu", "hard_swish", "leaky_relu",
+    "maximum", "minimum", "mul", "neg", "pow", "reciprocal", "relu", "rsqrt", "sigmoid", "silu",
+    "sin", "softplus", "sqrt", "square", "sub", "tanh", "where",
+)  # fmt: skip
+RULES: dict[str, Rule] = {
+    "broadcast": _broadcast,
+    "concat": _concat,
+    "conv": _conv,
+    "group_norm": _group_norm,
+    "pad": _pad,
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "upsample_nearest": _upsample_nearest,
+    **{op: _pointwise(op) for op in _POINTWISE},
+    **{op: _over_last(op) for op in ("layer_norm", "linear", "linears", "rms_norm")},
+    **{op: _along(op, ("axis",)) for op in (
+        "chunk", "max", "mean", "min", "repeat", "slice", "softmax", "split", "split_every", "sum",
+        "var",
+    )},
+}  # fmt: skip
+RULES["dim"] = lambda args, strips: strips.shape[args["axis"]]
