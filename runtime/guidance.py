@@ -126,7 +126,7 @@ class Guided:
         self._both: Prepared | None = None
         both = _joined(staged, positive, negative, rows, batched) if any(self._active) else None
         if both is not None:
-            self._both = staged.prepare(both, {k: mx.tile(v, [1, 2]) for k, v in rows.items()})
+            self._both = staged.prepare(both, {k: _twice(v) for k, v in rows.items()})
         elif any(self._active):
             assert negative is not None
             self._negative = staged.prepare(negative, rows)
@@ -186,6 +186,11 @@ def _joined(
                 f"guidance in one batch: {error}; pad both prompts alike, or guide sequentially"
             ) from None
         return None
+
+
+def _twice(rows: mx.array) -> mx.array:
+    """A schedule's input (steps, batch) for twice the batch; (steps,) has none (UNets)."""
+    return rows if rows.ndim == 1 else mx.tile(rows, [1, 2])
 
 
 class _Unequal(Exception):

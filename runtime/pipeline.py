@@ -1,7 +1,7 @@
 """`mlxconv.load(bundle)`: prompts to pictures, without PyTorch."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,8 @@ from .bundle import open_bundle, read_json
 from .denoise import Callback, Noise, Progress, denoise
 from .errors import MlxconvError
 from .families import family_of
-from .families.family import Defaults, Parts, Request
+from .families.embeddings import embedded
+from .families.family import Defaults, Family, Inputs, Parts, Request
 from .guidance import Guided
 from .noise import Generator
 from .phases import Listener, Phases
@@ -61,7 +62,7 @@ class Pipeline:
 
     def __call__(
         self,
-        prompt: str,
+        prompt: str | None = None,
         *,
         negative: str | None = None,
         steps: int | None = None,
@@ -76,31 +77,44 @@ class Pipeline:
         scheduler: str | None = None,
         callback: Callback | None = None,
         listener: Listener | None = None,
+        embeddings: Inputs | None = None,
+        negative_embeddings: Inputs | None = None,
+        conditioning: Mapping[str, Sequence[int]] | None = None,
     ) -> Pictures:
         """Pictures of a prompt: the noise of `seed` is torch's own, so they can be compared.
 
         guidance: the pipeline's `guidance_scale`. cfg: scale of true classifier-free guidance, of
         FLUX.1 and Qwen-Image with a negative prompt. cfg_end: the part of the schedule after which
         no negative prompt is read. tokens: of the longest text encoder. scheduler: another class
-        than the checkpoint's. callback: after each step. listener: told of each phase and how far
-        it is. MlxconvError for what cannot be done, saying what can.
+        than the checkpoint's. embeddings, negative_embeddings: instead of prompts, arrays by the
+        names of `pipeline.family.embeddings`. conditioning: SDXL's `original_size`, `target_size`
+        and `crops_coords_top_left`, as in diffusers. callback: after each step. listener: told of
+        each phase and how far it is. MlxconvError for what cannot be done, saying what can.
         """
         own = self.defaults
         pull = own.guidance if guidance is None else guidance
-        against, scale = self._against(negative, pull, cfg)
+        _check_prompts(prompt, embeddings, negative, negative_embeddings)
+        against = negative is not None or negative_embeddings is not None
+        scale, guided = self._scale(against, pull, cfg)
         request = Request(
-            prompt, width or own.width, height or own.height, own.steps if steps is None else steps,
-            pull, against, scale, seed, count, tokens,
+            prompt or "", width or own.width, height or own.height,
+            own.steps if steps is None else steps, pull, negative, scale, seed, count, tokens,
+            guided, conditioning or {},
         )  # fmt: skip
-        _check(request, own)
+        _check(request, own, self.family)
         made = Pictures([], np.zeros(0), request)
-        if negative is not None and against is None:
+        if against and not guided:
             made.notes.append(f"the negative prompt is not read: guidance is {scale:g}")
         clock = Phases(listener)
-        with clock.phase("encode", 1 + (against is not None)) as ended:
-            prompts = self._encode(request, made, ended)
+        with clock.phase("encode", 1 + guided) as ended:
+            self.parts.notes, prompts = made.notes, []
+            for inputs in embedded(self.family, self.parts, request, embeddings,
+                                   negative_embeddings):  # fmt: skip
+                mx.eval(list(inputs.values()))
+                prompts.append(inputs)
+                ended()
         generator = Generator(request.seed)
-        latents, schedule = self._start(request, scheduler, generator)
+        latents, schedule = self._start(request, prompts[0], scheduler, generator)
         with clock.phase("prepare"):
             models = self._prepare(request, prompts, latents, schedule, cfg_end, made)
         noise = partial(_again, generator, (1, *latents.shape[1:]))
@@ -114,37 +128,22 @@ class Pipeline:
 
     # ---- the phases ----
 
-    def _against(
-        self, negative: str | None, guidance: float, cfg: float | None
-    ) -> tuple[str | None, float]:
-        """The negative prompt that is read, None where none is, and the scale away from it."""
-        if self.family.embedded:
-            scale = (1.0 if negative is None else _CFG) if cfg is None else cfg
+    def _scale(self, against: bool, guidance: float, cfg: float | None) -> tuple[float, bool]:
+        """The scale away from the negative prompt, and whether that is read."""
+        waits = self.family.embedded(self.parts)
+        if waits:
+            scale = (_CFG if against else 1.0) if cfg is None else cfg
         elif cfg is not None:
             raise MlxconvError(f"cfg={cfg:g}: this pipeline takes classifier-free guidance's scale "
                                "as guidance; pass that")  # fmt: skip
         else:
-            negative, scale = negative or "", guidance
-        return (negative if scale > self.family.guidance.off else None), scale
-
-    def _encode(
-        self, request: Request, made: Pictures, ended: Callable[[], None]
-    ) -> list[Mapping[str, Any]]:
-        family, found = self.family, []
-        self.parts.notes = made.notes
-        ways = [(family.encode, request.prompt)]
-        if request.negative is not None:
-            ways.append((family.negative or family.encode, request.negative))
-        for encode, text in ways:
-            found.append(encode(self.parts, text, request))
-            mx.eval(list(found[-1].values()))
-            ended()
-        return found
+            scale = guidance
+        return scale, scale > self.family.guidance.off and (against or not waits)
 
     def _start(
-        self, request: Request, scheduler: str | None, generator: Generator
+        self, request: Request, prompt: Inputs, scheduler: str | None, generator: Generator
     ) -> tuple[mx.array, Schedule]:
-        noise = self.family.start(self.parts, request, generator)
+        noise = self.family.start(self.parts, request, generator, prompt)
         chosen = self.parts.scheduler
         if scheduler is not None:
             chosen = with_class(chosen, scheduler)
@@ -155,14 +154,16 @@ class Pipeline:
         return noise * schedule.initial_noise, schedule
 
     def _prepare(
-        self, request: Request, prompts: list[Mapping[str, Any]], latents: mx.array,
+        self, request: Request, prompts: list[Inputs], latents: mx.array,
         schedule: Schedule, cfg_end: float, made: Pictures,
     ) -> Guided:  # fmt: skip
         if self._staged is None:
             self._staged = Staged(self.parts.component(self.family.denoiser))
         staged, family = self._staged, self.family
-        shared = {**family.latents(latents[:1]), **family.inputs(self.parts, request)}
-        given = [{**shared, **prompt} for prompt in prompts]
+        given = [
+            {**family.latents(latents[:1]), **family.inputs(self.parts, request, prompt)}
+            for prompt in prompts
+        ]
         guidance = replace(family.guidance, scale=request.cfg, end=cfg_end)
         negative = given[1] if len(given) > 1 else None
         times, sizes = family.times(self.parts, schedule), staged.weight_bytes()
@@ -225,12 +226,25 @@ def _again(generator: Generator, shape: tuple[int, ...], call: int) -> mx.array:
     return generator.normal(shape)
 
 
-def _check(request: Request, own: Defaults) -> None:
+def _check_prompts(
+    prompt: str | None, embeddings: Inputs | None, negative: str | None, others: Inputs | None
+) -> None:
+    if (prompt is None) == (embeddings is None):
+        raise MlxconvError("pass a prompt, or embeddings instead of it: one of the two")
+    if negative is not None and others is not None:
+        raise MlxconvError("pass negative, or negative_embeddings instead of it, not both")
+
+
+def _check(request: Request, own: Defaults, family: Family) -> None:
     for name in ("steps", "count", "width", "height"):
         if getattr(request, name) < 1:
             raise MlxconvError(f"{name} is {getattr(request, name)}: at least 1")
     if request.seed < 0:
         raise MlxconvError(f"seed is {request.seed}: 0 or more")
+    unknown = [name for name in request.conditioning if name not in family.conditioning]
+    if unknown:
+        raise MlxconvError(f"conditioning {', '.join(unknown)}: this pipeline takes "
+                           f"{', '.join(family.conditioning) or 'none'}")  # fmt: skip
     near = replace(request, width=_near(request.width, own), height=_near(request.height, own))
     if near != request:
         raise MlxconvError(

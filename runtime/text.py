@@ -20,11 +20,13 @@ class Tokens:
 
 
 class TextTokenizer:
-    """A tokenizer folder of a bundle."""
+    """A tokenizer folder of a bundle. special: add the tokens that begin and end a text; a chat
+    template has them itself."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, special: bool = True) -> None:
         from tokenizers import Tokenizer
 
+        self._special = special
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise MlxconvError(
@@ -41,10 +43,12 @@ class TextTokenizer:
         """Exactly `length` tokens (by default the tokenizer's own maximum), special ones too."""
         length = length or int(self._options.get("model_max_length", 77))
         whole = self._count(text)
+        pad, token = self._pad
+        side = self._options.get("padding_side", "right")
         self._tokenizer.enable_truncation(length)
-        self._tokenizer.enable_padding(length=length, pad_id=self._pad[0], pad_token=self._pad[1])
+        self._tokenizer.enable_padding(direction=side, pad_id=pad, pad_token=token, length=length)
         try:
-            encoded = self._tokenizer.encode(text)
+            encoded = self._tokenizer.encode(text, add_special_tokens=self._special)
         finally:
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
@@ -56,7 +60,7 @@ class TextTokenizer:
         whole = self._count(text)
         if length is not None:
             self._tokenizer.enable_truncation(length)
-        encoded = self._tokenizer.encode(text)
+        encoded = self._tokenizer.encode(text, add_special_tokens=self._special)
         self._tokenizer.no_truncation()
         mask = mx.array([encoded.attention_mask])
         return Tokens(mx.array([encoded.ids]), mask, whole - len(encoded.ids))
@@ -65,7 +69,7 @@ class TextTokenizer:
         """Tokens of the whole text; a file may come with a padding of its own."""
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        return len(self._tokenizer.encode(text).ids)
+        return len(self._tokenizer.encode(text, add_special_tokens=self._special).ids)
 
     @property
     def _pad(self) -> tuple[int, str]:

@@ -2,18 +2,27 @@
 
 from ..errors import MlxconvError
 from .chroma import CHROMA
+from .dit import DIT
 from .family import Family
 from .flux import FLUX
+from .flux2 import FLUX2, FLUX2_KLEIN
 from .pixart import PIXART_SIGMA
 from .qwen_image import QWEN_IMAGE
 from .sana import SANA
+from .stable_diffusion import STABLE_DIFFUSION
 from .stable_diffusion_3 import STABLE_DIFFUSION_3
+from .stable_diffusion_xl import STABLE_DIFFUSION_XL
 from .z_image import Z_IMAGE
 
 FAMILIES: dict[str, Family] = {
     "FluxPipeline": FLUX,
+    "Flux2Pipeline": FLUX2,
+    "Flux2KleinPipeline": FLUX2_KLEIN,
+    "StableDiffusionPipeline": STABLE_DIFFUSION,
+    "StableDiffusionXLPipeline": STABLE_DIFFUSION_XL,
     "StableDiffusion3Pipeline": STABLE_DIFFUSION_3,
     "ChromaPipeline": CHROMA,
+    "DiTPipeline": DIT,
     "PixArtSigmaPipeline": PIXART_SIGMA,
     "QwenImagePipeline": QWEN_IMAGE,
     "SanaPipeline": SANA,

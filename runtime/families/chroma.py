@@ -2,10 +2,9 @@
 
 import mlx.core as mx
 
-from ..noise import Generator
 from .family import Defaults, Family, Inputs, Parts, Request, t5_states
-from .flux import decode, grid
-from .images import flow_schedule, flow_times, image_ids, packed_noise, vae_scale
+from .flux import decode, grid, start, text_ids
+from .images import flow_schedule, flow_times, image_ids, vae_scale
 
 _TOKENS = 512
 
@@ -16,26 +15,23 @@ def _defaults(parts: Parts) -> Defaults:
 
 
 def _encode(parts: Parts, prompt: str, request: Request) -> Inputs:
-    """T5 does not read the padding; the denoiser reads the first token of it, and the image."""
-    tokens, (rows, columns) = request.tokens or _TOKENS, grid(parts, request)
+    """T5 does not read the padding; the denoiser reads the first token of it."""
+    tokens = request.tokens or _TOKENS
     hidden, mask = t5_states(parts, "", prompt, tokens, masked=True)
     read = (mx.arange(tokens)[None] <= mx.sum(mask, axis=1, keepdims=True)).astype(mx.float32)
-    return {
-        "encoder_hidden_states": hidden,
-        "attention_mask": mx.concatenate([read, mx.ones((1, rows * columns))], axis=1),
-        "txt_ids": mx.zeros((tokens, 3)),
-    }
+    return {"encoder_hidden_states": hidden, "attention_mask": read}
 
 
-def _start(parts: Parts, request: Request, generator: Generator) -> mx.array:
-    return packed_noise(parts, "text_encoder", generator, request.count, grid(parts, request))
-
-
-def _inputs(parts: Parts, request: Request) -> Inputs:
-    return {"img_ids": image_ids(*grid(parts, request))}
+def _inputs(parts: Parts, request: Request, prompt: Inputs) -> Inputs:
+    """The mask is of the text and the image, which is read as a whole."""
+    ids = image_ids(*grid(parts, request))
+    mask = mx.concatenate([prompt["attention_mask"], mx.ones((1, len(ids)))], axis=1)
+    return {**prompt, "attention_mask": mask, "txt_ids": text_ids(prompt), "img_ids": ids}
 
 
 CHROMA = Family(
-    "transformer", ("text_encoder",), _defaults, _encode, _start, _inputs, flow_schedule,
-    flow_times, decode,
+    "transformer", ("text_encoder",),
+    {"encoder_hidden_states": (1, "tokens", "joint_attention_dim"),
+     "attention_mask": (1, "tokens")},
+    _defaults, _encode, start, _inputs, flow_schedule, flow_times, decode,
 )  # fmt: skip

@@ -1,13 +1,13 @@
 """What every family is made of: a request, an opened bundle, and the functions between them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 
-from ..bundle import Bundle, LoadedComponent, load_component, read_json
+from ..bundle import Bundle, LoadedComponent, default_dtype, load_component, read_json
 from ..guidance import Guidance
 from ..noise import Generator
 from ..schedulers import Schedule, Scheduler, read_scheduler
@@ -19,7 +19,8 @@ Inputs = Mapping[str, Any]
 @dataclass(frozen=True)
 class Request:
     """One generation: pixels, and how far the prompt pulls. `cfg`: true classifier-free guidance,
-    where the model has one of its own in `guidance`."""
+    where the model has one of its own in `guidance`. guided: whether a negative prompt is read.
+    conditioning: see `Family`."""
 
     prompt: str
     width: int
@@ -31,6 +32,8 @@ class Request:
     seed: int = 0
     count: int = 1
     tokens: int | None = None
+    guided: bool = False
+    conditioning: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,14 @@ class Parts:
     def component(self, name: str) -> LoadedComponent:
         """A component, kept until it is released."""
         if name not in self._loaded:
-            self.bundle.component(name)
-            self._loaded[name] = load_component(self.bundle.path, name, dtype=self.dtype)
+            self._loaded[name] = load_component(self.bundle.path, name, dtype=self._dtype(name))
         return self._loaded[name]
+
+    def _dtype(self, name: str) -> str | None:
+        """float32 where a VAE overflows in float16 and its configuration says so (SDXL)."""
+        config = self.config(name)
+        half = (self.dtype or default_dtype(config)) == "float16"
+        return "float32" if half and config.get("force_upcast") else self.dtype
 
     def release(self, name: str) -> None:
         """Let a component's weights go."""
@@ -73,11 +81,17 @@ class Parts:
         """A component's configuration, without loading it."""
         return read_json(self.bundle.component(name) / "config.json")
 
+    @cached_property
+    def index(self) -> dict[str, Any]:
+        """model_index.json: the pipeline's class, its parts, and options of its own."""
+        return read_json(self.bundle.path / "model_index.json")
+
     def tokens(
-        self, name: str, text: str, length: int | None = None, *, pad: bool = True
-    ) -> Tokens:
+        self, name: str, text: str, length: int | None = None, *,
+        pad: bool = True, special: bool = True,
+    ) -> Tokens:  # fmt: skip
         """A prompt by a tokenizer, at most or padded to `length`; what did not fit is noted."""
-        tokenizer = TextTokenizer(self.bundle.path / name)
+        tokenizer = TextTokenizer(self.bundle.path / name, special=special)
         found = tokenizer.padded(text, length) if pad else tokenizer.unpadded(text, length)
         if found.cut:
             self.notes.append(
@@ -92,34 +106,66 @@ class Parts:
         return read_scheduler(self.bundle.path)
 
 
+def _never(parts: Parts) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Family:
     """A pipeline's own steps. `schedule` takes the scheduler, which a caller may have changed.
 
-    encode: prompt -> the denoiser's prompt inputs. start: noise for `count` images, packed.
-    inputs: what else the denoiser takes, for one image. times: its schedule inputs (calls, 1).
-    decode: latents (1, ...) -> pixels (1, height, width, 3) in 0 to 1.
-    embedded: guidance is an input of the denoiser (or there is none), and classifier-free guidance
-    waits for a negative prompt; otherwise guidance is its scale, and the negative prompt is "".
-    guidance: its form. negative: encode, where a negative prompt is encoded in another way.
+    encoders: components that read the prompt, let go after it; optional: those that a checkpoint
+    may lack. embeddings: what they make of it, by name, and its shape: sizes are expressions of the
+    denoiser's configuration, other words are free.
+    encode: prompt -> embeddings. negative: the same, where a negative prompt is encoded in another
+    way. unasked: the embeddings that stand for no negative prompt, of the prompt's; None: those of
+    an empty one.
+    start: noise for `count` images, packed, in the precision of the embeddings. inputs: the
+    denoiser's, for one image, of the embeddings; without latents and schedule. times: its schedule
+    inputs (calls, ...). decode: latents (1, ...) -> pixels (1, height, width, 3) in 0 to 1.
+    embedded: whether guidance is an input of the denoiser (or there is none), and classifier-free
+    guidance waits for a negative prompt; otherwise guidance is its scale. guidance: its form.
     latents: the step's keywords of the latents. prediction: (output, latents) -> what the scheduler
-    takes, of the latents' shape.
+    takes, of the latents' shape. conditioning: names of other numbers that `inputs` reads of the
+    request.
     """
 
     denoiser: str
     encoders: tuple[str, ...]
+    embeddings: Mapping[str, tuple[str | int, ...]]
     defaults: Callable[[Parts], Defaults]
     encode: Callable[[Parts, str, Request], Inputs]
-    start: Callable[[Parts, Request, Generator], mx.array]
-    inputs: Callable[[Parts, Request], Inputs]
+    start: Callable[[Parts, Request, Generator, Inputs], mx.array]
+    inputs: Callable[[Parts, Request, Inputs], Inputs]
     schedule: Callable[[Scheduler, Request, mx.array], Schedule]
     times: Callable[[Parts, Schedule], Inputs]
     decode: Callable[[Parts, mx.array, Request], mx.array]
-    embedded: bool = False
+    embedded: Callable[[Parts], bool] = _never
     guidance: Guidance = field(default_factory=Guidance)
     negative: Callable[[Parts, str, Request], Inputs] | None = None
+    unasked: Callable[[Parts, Inputs], Inputs | None] = lambda parts, positive: None
+    optional: tuple[str, ...] = ()
     latents: Callable[[mx.array], Inputs] = lambda x: {"hidden_states": x}
     prediction: Callable[[mx.array, mx.array], mx.array] = lambda output, _: output
+    conditioning: tuple[str, ...] = ()
+
+
+def always(parts: Parts) -> bool:
+    """For `Family.embedded`."""
+    return True
+
+
+def as_encoded(parts: Parts, request: Request, prompt: Inputs) -> Inputs:
+    """For `Family.inputs`: the denoiser takes the embeddings, and nothing else."""
+    return prompt
+
+
+def clip_states(parts: Parts, suffix: str, prompt: str) -> tuple[mx.array, mx.array]:
+    """CLIP's hidden states (1, 77, width) before the last layer, and its first result: the
+    projection (1, width), or the last hidden states of an encoder that has none."""
+    tokens = parts.tokens(f"tokenizer{suffix}", prompt)
+    found = parts.component(f"text_encoder{suffix}")(input_ids=tokens.ids)
+    return found[-2], found[0]
 
 
 def t5_states(

@@ -3,7 +3,7 @@
 import mlx.core as mx
 
 from ..noise import Generator
-from .family import Defaults, Family, Inputs, Parts, Request, t5_states
+from .family import Defaults, Family, Inputs, Parts, Request, always, t5_states
 from .images import (
     flow_schedule,
     flow_times,
@@ -29,8 +29,7 @@ def _encode(parts: Parts, prompt: str, request: Request) -> Inputs:
     clip = parts.tokens("tokenizer", prompt)
     pooled = parts.component("text_encoder")(input_ids=clip.ids)[1]
     hidden, _ = t5_states(parts, "_2", prompt, tokens, masked=False)
-    ids = mx.zeros((tokens, 3))
-    return {"encoder_hidden_states": hidden, "pooled_projections": pooled, "txt_ids": ids}
+    return {"encoder_hidden_states": hidden, "pooled_projections": pooled}
 
 
 def grid(parts: Parts, request: Request) -> tuple[int, int]:
@@ -39,12 +38,20 @@ def grid(parts: Parts, request: Request) -> tuple[int, int]:
     return request.height // size, request.width // size
 
 
-def _start(parts: Parts, request: Request, generator: Generator) -> mx.array:
-    return packed_noise(parts, "text_encoder_2", generator, request.count, grid(parts, request))
+def start(parts: Parts, request: Request, generator: Generator, prompt: Inputs) -> mx.array:
+    """Packed noise (count, tokens, channels)."""
+    dtype = prompt["encoder_hidden_states"].dtype
+    return packed_noise(parts, dtype, generator, request.count, grid(parts, request))
 
 
-def _inputs(parts: Parts, request: Request) -> Inputs:
-    given: dict[str, mx.array] = {"img_ids": image_ids(*grid(parts, request))}
+def text_ids(prompt: Inputs) -> mx.array:
+    """(tokens, 3): zeros."""
+    return mx.zeros((prompt["encoder_hidden_states"].shape[1], 3))
+
+
+def _inputs(parts: Parts, request: Request, prompt: Inputs) -> Inputs:
+    ids = {"txt_ids": text_ids(prompt), "img_ids": image_ids(*grid(parts, request))}
+    given: dict[str, mx.array] = {**prompt, **ids}
     if parts.config("transformer")["guidance_embeds"]:
         given["guidance"] = mx.array([request.guidance])
     return given
@@ -57,6 +64,8 @@ def decode(parts: Parts, latents: mx.array, request: Request) -> mx.array:
 
 
 FLUX = Family(
-    "transformer", ("text_encoder", "text_encoder_2"), _defaults, _encode, _start, _inputs,
-    flow_schedule, flow_times, decode, embedded=True,
+    "transformer", ("text_encoder", "text_encoder_2"),
+    {"encoder_hidden_states": (1, "tokens", "joint_attention_dim"),
+     "pooled_projections": (1, "pooled_projection_dim")},
+    _defaults, _encode, start, _inputs, flow_schedule, flow_times, decode, embedded=always,
 )  # fmt: skip

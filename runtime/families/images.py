@@ -28,19 +28,23 @@ def scaled(z: mx.array, config: Mapping[str, Any]) -> mx.array:
     return z / scale + shift
 
 
-def noise_as(parts: Parts, encoder: str, generator: Generator, shape: tuple[int, ...]) -> mx.array:
-    """Standard normal of a shape, in the precision of an encoder, as the pipelines draw it."""
-    dtype = str(parts.component(encoder).dtype).removeprefix("mlx.core.")
-    return generator.normal(shape, dtype)
+def noise_as(dtype: mx.Dtype, generator: Generator, shape: tuple[int, ...]) -> mx.array:
+    """Standard normal of a shape, in the precision in which the pipeline draws it."""
+    return generator.normal(shape, str(dtype).removeprefix("mlx.core."))
 
 
 # ---- latents (n, channels, height, width), of an AutoencoderKL -----------------------------------
 
 
-def plain_shape(parts: Parts, request: Request) -> tuple[int, ...]:
+def plain_shape(parts: Parts, request: Request, denoiser: str = "transformer") -> tuple[int, ...]:
     """Of a request's latents (count, channels, height, width)."""
-    scale, channels = vae_scale(parts.config("vae")), parts.config("transformer")["in_channels"]
+    scale, channels = vae_scale(parts.config("vae")), parts.config(denoiser)["in_channels"]
     return request.count, channels, request.height // scale, request.width // scale
+
+
+def plain_start(parts: Parts, request: Request, generator: Generator, prompt: Inputs) -> mx.array:
+    """Noise (count, channels, height, width), as precise as `encoder_hidden_states`."""
+    return noise_as(prompt["encoder_hidden_states"].dtype, generator, plain_shape(parts, request))
 
 
 def plain_decode(parts: Parts, latents: mx.array, request: Request) -> mx.array:
@@ -59,12 +63,12 @@ def packed(latents: mx.array) -> mx.array:
 
 
 def packed_noise(
-    parts: Parts, encoder: str, generator: Generator, count: int, grid: tuple[int, int]
+    parts: Parts, dtype: mx.Dtype, generator: Generator, count: int, grid: tuple[int, int]
 ) -> mx.array:
     """Noise for `count` images of (rows, columns) tokens, packed; see `noise_as`."""
     rows, columns = grid
     channels = parts.config("transformer")["in_channels"] // 4
-    return packed(noise_as(parts, encoder, generator, (count, channels, 2 * rows, 2 * columns)))
+    return packed(noise_as(dtype, generator, (count, channels, 2 * rows, 2 * columns)))
 
 
 def unpacked(latents: mx.array, rows: int, columns: int) -> mx.array:
@@ -84,12 +88,11 @@ def image_ids(rows: int, columns: int) -> mx.array:
 
 def flow_schedule(scheduler: Scheduler, request: Request, latents: mx.array) -> Schedule:
     """From 1 to 1 / steps, shifted by the number of tokens; latents (n, tokens, channels)."""
-    return shifted_flow(scheduler, request, latents.shape[1])
+    return shifted_flow(scheduler, request, shift_for(scheduler, latents.shape[1]))
 
 
-def shifted_flow(scheduler: Scheduler, request: Request, tokens: int) -> Schedule:
-    """From 1 to 1 / steps, shifted by the number of tokens."""
-    mu = shift_for(scheduler, tokens)
+def shifted_flow(scheduler: Scheduler, request: Request, mu: float | None) -> Schedule:
+    """From 1 to 1 / steps, shifted by mu."""
     if "use_flow_sigmas" in scheduler.options:  # another solver: it has sigmas of its own
         return make_schedule(scheduler, request.steps, mu=mu)
     sigmas = np.linspace(1.0, 1 / request.steps, request.steps)

@@ -4,19 +4,8 @@ The prompt is lowered and stripped, as where `ftfy` and `bs4` are not installed 
 clean_caption=False; a size is made as it is asked for.
 """
 
-import mlx.core as mx
-
-from ..noise import Generator
-from .family import Defaults, Family, Inputs, Parts, Request, t5_states
-from .images import (
-    mean_of,
-    noise_as,
-    own_schedule,
-    own_times,
-    plain_decode,
-    plain_shape,
-    vae_scale,
-)
+from .family import Defaults, Family, Inputs, Parts, Request, as_encoded, t5_states
+from .images import mean_of, own_schedule, own_times, plain_decode, plain_start, vae_scale
 
 _TOKENS = 300
 
@@ -33,11 +22,10 @@ def _encode(parts: Parts, prompt: str, request: Request) -> Inputs:
     return {"encoder_hidden_states": hidden, "encoder_attention_mask": mask}
 
 
-def _start(parts: Parts, request: Request, generator: Generator) -> mx.array:
-    return noise_as(parts, "text_encoder", generator, plain_shape(parts, request))
-
-
 PIXART_SIGMA = Family(
-    "transformer", ("text_encoder",), _defaults, _encode, _start, lambda parts, request: {},
-    own_schedule, own_times, plain_decode, prediction=mean_of,
+    "transformer", ("text_encoder",),
+    {"encoder_hidden_states": (1, "tokens", "caption_channels"),
+     "encoder_attention_mask": (1, "tokens")},
+    _defaults, _encode, plain_start, as_encoded, own_schedule, own_times, plain_decode,
+    prediction=mean_of,
 )  # fmt: skip

@@ -4,7 +4,7 @@ import mlx.core as mx
 
 from ..guidance import Guidance
 from ..noise import Generator
-from .family import Defaults, Family, Inputs, Parts, Request
+from .family import Defaults, Family, Inputs, Parts, Request, always
 from .images import flow_schedule, flow_times, packed_noise, pixels, unpacked
 
 _TEMPLATE = (
@@ -39,12 +39,13 @@ def _grid(parts: Parts, request: Request) -> tuple[int, int]:
     return request.height // size, request.width // size
 
 
-def _start(parts: Parts, request: Request, generator: Generator) -> mx.array:
-    return packed_noise(parts, "text_encoder", generator, request.count, _grid(parts, request))
+def _start(parts: Parts, request: Request, generator: Generator, prompt: Inputs) -> mx.array:
+    dtype = prompt["encoder_hidden_states"].dtype
+    return packed_noise(parts, dtype, generator, request.count, _grid(parts, request))
 
 
-def _inputs(parts: Parts, request: Request) -> Inputs:
-    return {"img_shapes": [[[1, *_grid(parts, request)]]]}
+def _inputs(parts: Parts, request: Request, prompt: Inputs) -> Inputs:
+    return {**prompt, "img_shapes": [[[1, *_grid(parts, request)]]]}
 
 
 def _decode(parts: Parts, latents: mx.array, request: Request) -> mx.array:
@@ -54,6 +55,8 @@ def _decode(parts: Parts, latents: mx.array, request: Request) -> mx.array:
 
 
 QWEN_IMAGE = Family(
-    "transformer", ("text_encoder",), _defaults, _encode, _start, _inputs, flow_schedule,
-    flow_times, _decode, embedded=True, guidance=Guidance(rescale="norm"),
+    "transformer", ("text_encoder",),
+    {"encoder_hidden_states": (1, "tokens", "joint_attention_dim")},
+    _defaults, _encode, _start, _inputs, flow_schedule, flow_times, _decode, embedded=always,
+    guidance=Guidance(rescale="norm"),
 )  # fmt: skip

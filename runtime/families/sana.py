@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..noise import Generator
 from ..schedulers import Schedule
-from .family import Defaults, Family, Inputs, Parts, Request
+from .family import Defaults, Family, Inputs, Parts, Request, as_encoded
 from .images import mean_of, own_schedule, pixels, scaled
 
 _TOKENS = 300
@@ -59,7 +59,7 @@ def _negative(parts: Parts, prompt: str, request: Request) -> Inputs:
     return {"encoder_hidden_states": hidden, "encoder_attention_mask": mask}
 
 
-def _start(parts: Parts, request: Request, generator: Generator) -> mx.array:
+def _start(parts: Parts, request: Request, generator: Generator, prompt: Inputs) -> mx.array:
     scale = 2 ** (len(parts.config("vae")["encoder_block_out_channels"]) - 1)
     channels = parts.config("transformer")["in_channels"]
     shape = (request.count, channels, request.height // scale, request.width // scale)
@@ -76,6 +76,9 @@ def _decode(parts: Parts, latents: mx.array, request: Request) -> mx.array:
 
 
 SANA = Family(
-    "transformer", ("text_encoder",), _defaults, _encode, _start, lambda parts, request: {},
-    own_schedule, _times, _decode, negative=_negative, prediction=mean_of,
+    "transformer", ("text_encoder",),
+    {"encoder_hidden_states": (1, "tokens", "caption_channels"),
+     "encoder_attention_mask": (1, "tokens")},
+    _defaults, _encode, _start, as_encoded, own_schedule, _times, _decode, negative=_negative,
+    prediction=mean_of,
 )  # fmt: skip

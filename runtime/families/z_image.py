@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..guidance import Guidance
 from ..noise import Generator
-from ..schedulers import Schedule, Scheduler
+from ..schedulers import Schedule, Scheduler, shift_for
 from .family import Defaults, Family, Inputs, Parts, Request
 from .images import plain_decode, plain_shape, shifted_flow, vae_scale
 
@@ -25,16 +25,20 @@ def _encode(parts: Parts, prompt: str, request: Request) -> Inputs:
     text, length = _TEMPLATE.replace("{}", prompt), request.tokens or _TOKENS
     tokens = parts.tokens("tokenizer", text, length, pad=False)
     found = parts.component("text_encoder")(input_ids=tokens.ids, attention_mask=tokens.mask)
-    return {"cap_feats": [found[-2][0]]}
+    return {"cap_feats": found[-2][0]}
 
 
-def _start(parts: Parts, request: Request, generator: Generator) -> mx.array:
+def _start(parts: Parts, request: Request, generator: Generator, prompt: Inputs) -> mx.array:
     return generator.normal(plain_shape(parts, request))
+
+
+def _inputs(parts: Parts, request: Request, prompt: Inputs) -> Inputs:
+    return {"cap_feats": [prompt["cap_feats"]]}
 
 
 def _schedule(scheduler: Scheduler, request: Request, latents: mx.array) -> Schedule:
     tokens = (latents.shape[2] // 2) * (latents.shape[3] // 2)
-    return shifted_flow(scheduler, request, tokens)
+    return shifted_flow(scheduler, request, shift_for(scheduler, tokens))
 
 
 def _times(parts: Parts, schedule: Schedule) -> Inputs:
@@ -42,8 +46,8 @@ def _times(parts: Parts, schedule: Schedule) -> Inputs:
 
 
 Z_IMAGE = Family(
-    "transformer", ("text_encoder",), _defaults, _encode, _start, lambda parts, request: {},
-    _schedule, _times, plain_decode, guidance=Guidance(origin="positive"),
+    "transformer", ("text_encoder",), {"cap_feats": ("tokens", "cap_feat_dim")}, _defaults,
+    _encode, _start, _inputs, _schedule, _times, plain_decode, guidance=Guidance(origin="positive"),
     latents=lambda x: {"x": list(x[:, :, None])},
     prediction=lambda output, latents: -output.reshape(latents.shape),
 )  # fmt: skip

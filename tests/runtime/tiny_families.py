@@ -10,6 +10,7 @@ from typing import Any
 
 from mlxconv.convert.measure import tiny_checkpoint
 from mlxconv.convert.recipe import load_recipe
+from mlxconv.runtime.families.flux2 import _MISTRAL
 from mlxconv.runtime.families.qwen_image import _TEMPLATE
 from mlxconv.runtime.families.sana import _INSTRUCTION
 
@@ -43,14 +44,15 @@ def _index(folder: Path, pipeline: str, **parts: str) -> None:
     (folder / "model_index.json").write_text(json.dumps(data), encoding="utf-8")
 
 
-def _clip(folder: Path, suffix: str, width: int, **options: Any) -> None:
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
-
+def _clip(
+    folder: Path, suffix: str, width: int, *, projected: bool = True, **options: Any
+) -> None:
     tokenizer = _clip_tokenizer(**options)
-    _save(CLIPTextModelWithProjection(CLIPTextConfig(
+    _model(
+        folder, f"text_encoder{suffix}", f"CLIPTextModel{'WithProjection' if projected else ''}",
         vocab_size=len(tokenizer), hidden_size=width, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, projection_dim=width, eos_token_id=1,
-    )), folder / f"text_encoder{suffix}", seed=width)  # fmt: skip
+        num_attention_heads=4, projection_dim=width, eos_token_id=1, max_position_embeddings=77,
+    )  # fmt: skip
     tokenizer.save_pretrained(str(folder / f"tokenizer{suffix}"))
 
 
@@ -65,17 +67,22 @@ def _t5(folder: Path, suffix: str = "") -> None:
     tokenizer.save_pretrained(str(folder / f"tokenizer{suffix}"))
 
 
-def _qwen_tokenizer(**options: Any) -> Any:
-    """A token a word, as in large vocabularies: Qwen-Image's template has 34 before the prompt."""
+def _byte_level(special: list[str], template: str) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    from transformers import Qwen2Tokenizer
 
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    trained.train_from_iterator([*SENTENCES, _TEMPLATE], trainers.BpeTrainer(
-        vocab_size=_VOCABULARY, show_progress=False,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    trained.train_from_iterator([*SENTENCES, template], trainers.BpeTrainer(
+        vocab_size=_VOCABULARY, show_progress=False, special_tokens=special,
     ))  # fmt: skip
+    return trained
+
+
+def _qwen_tokenizer(**options: Any) -> Any:
+    """A token a word, as in large vocabularies: Qwen-Image's template has 34 before the prompt."""
+    from transformers import Qwen2Tokenizer
+
+    trained = _byte_level(["<|endoftext|>", "<|im_start|>", "<|im_end|>"], _TEMPLATE)
     model = json.loads(trained.to_str())["model"]
     merges = [tuple(pair) for pair in model["merges"]]
     special = ["<|im_start|>", "<|im_end|>"]
@@ -222,6 +229,132 @@ def sana(folder: Path) -> None:
         vae="diffusers.AutoencoderDC", tokenizer="transformers.GemmaTokenizer",
         text_encoder="transformers.Gemma2Model", transformer="diffusers.SanaTransformer2DModel",
     )  # fmt: skip
+
+
+def flux2_klein(folder: Path) -> None:
+    """An encoder as deep as is read, and a VAE whose statistics are not those of the start."""
+    _qwen_tokenizer(chat_template=_CHAT).save_pretrained(str(folder / "tokenizer"))
+    language = {"vocab_size": _VOCABULARY, "num_hidden_layers": 28, "hidden_size": 32}
+    _model(folder, "text_encoder", "Qwen3ForCausalLM", intermediate_size=32, **language)
+    _flux2_denoiser(folder, guidance_embeds=False)
+    _index(
+        folder, "Flux2KleinPipeline", **_FLUX2, tokenizer="transformers.Qwen2TokenizerFast",
+        text_encoder="transformers.Qwen3ForCausalLM",
+    )  # fmt: skip
+
+
+_FLUX2 = {
+    "scheduler": "diffusers.FlowMatchEulerDiscreteScheduler",
+    "transformer": "diffusers.Flux2Transformer2DModel",
+    "vae": "diffusers.AutoencoderKLFlux2",
+}
+
+
+def _flux2_denoiser(folder: Path, *, guidance_embeds: bool) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    changed = {"in_channels": 32, "joint_attention_dim": 96, "guidance_embeds": guidance_embeds}
+    _model(folder, "transformer", "Flux2Transformer2DModel", **changed)
+    _model(folder, "vae", "AutoencoderKLFlux2")
+    (file,) = (folder / "vae").glob("*.safetensors")
+    tensors = load_file(file)
+    count = len(tensors["bn.running_mean"])
+    tensors["bn.running_mean"] = torch.linspace(-0.5, 0.3, count)
+    tensors["bn.running_var"] = torch.linspace(0.5, 2.0, count)
+    save_file(tensors, file, metadata={"format": "pt"})
+    _flow(folder, use_dynamic_shifting=True)
+
+
+_MISTRAL_CHAT = """{{- bos_token }}{%- for message in messages %}
+    {%- set tag = 'SYSTEM_PROMPT' if message.role == 'system' else 'INST' %}
+    {{- '[' + tag + ']' + message.content[0].text + '[/' + tag + ']' }}
+{%- endfor %}"""  # Mistral Small's, of messages of text
+
+
+def flux2(folder: Path) -> None:
+    """A tokenizer that begins a text with a token of its own, as its chat template does.
+
+    The published one is in a PixtralProcessor, which needs torchvision.
+    """
+    from tokenizers import processors
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]", "[IMG]"]
+    trained = _byte_level(["<unk>", "<s>", "</s>", "<pad>", *special], _MISTRAL)
+    trained.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", trained.token_to_id("<s>"))]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=trained, bos_token="<s>", pad_token="<pad>", padding_side="left",
+        chat_template=_MISTRAL_CHAT,
+    ).save_pretrained(str(folder / "tokenizer"))  # fmt: skip
+    recipe = load_recipe("Mistral3ForConditionalGeneration")
+    language = {**recipe.tiny["text_config"], "vocab_size": _VOCABULARY, "num_hidden_layers": 31}
+    small = {"hidden_size": 32, "intermediate_size": 32}
+    _model(folder, "text_encoder", recipe.class_name, text_config={**language, **small})
+    _flux2_denoiser(folder, guidance_embeds=True)
+    _index(
+        folder, "Flux2Pipeline", **_FLUX2, tokenizer="transformers.PreTrainedTokenizerFast",
+        text_encoder="transformers.Mistral3ForConditionalGeneration",
+    )  # fmt: skip
+
+
+_UNET = {"unet": "diffusers.UNet2DConditionModel", "vae": "diffusers.AutoencoderKL"}
+_BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+
+
+def _small_vae(folder: Path) -> None:
+    _model(folder, "vae", "AutoencoderKL", scaling_factor=0.5)
+
+
+def stable_diffusion(folder: Path) -> None:
+    """With options of its scheduler that its pipeline corrects."""
+    from diffusers import PNDMScheduler
+
+    _clip(folder, "", 32, projected=False)
+    _model(folder, "unet", "UNet2DConditionModel", cross_attention_dim=32)
+    _small_vae(folder)
+    PNDMScheduler(skip_prk_steps=True, **_BETAS).save_pretrained(str(folder / "scheduler"))
+    _index(
+        folder, "StableDiffusionPipeline", **_UNET, scheduler="diffusers.PNDMScheduler",
+        text_encoder="transformers.CLIPTextModel", tokenizer="transformers.CLIPTokenizer",
+    )  # fmt: skip
+
+
+def stable_diffusion_xl(folder: Path) -> None:
+    """Two CLIPs, of which the second has the projection."""
+    from diffusers import EulerDiscreteScheduler
+
+    _clip(folder, "", 16, projected=False)
+    _clip(folder, "_2", 32, pad_token="!")
+    layers = {"transformer_layers_per_block": [1, 1, 2], "cross_attention_dim": 48}
+    _model(folder, "unet", "UNet2DConditionModel", "sdxl", **layers)
+    _small_vae(folder)
+    EulerDiscreteScheduler(
+        timestep_spacing="leading", steps_offset=1, **_BETAS
+    ).save_pretrained(str(folder / "scheduler"))
+    parts = {**_CLIP, "text_encoder": "transformers.CLIPTextModel"}
+    _index(
+        folder, "StableDiffusionXLPipeline", **_UNET, **parts,
+        scheduler="diffusers.EulerDiscreteScheduler",
+    )  # fmt: skip
+
+
+def dit(folder: Path) -> None:
+    from diffusers import DDIMScheduler
+
+    _model(folder, "transformer", "DiTTransformer2DModel")
+    _small_vae(folder)
+    DDIMScheduler(clip_sample=False).save_pretrained(str(folder / "scheduler"))
+    _index(
+        folder, "DiTPipeline", scheduler="diffusers.DDIMScheduler", vae="diffusers.AutoencoderKL",
+        transformer="diffusers.DiTTransformer2DModel",
+    )  # fmt: skip
+    file = folder / "model_index.json"
+    labels = {"281": f"tabby, {PROMPT}", "500": NEGATIVE}
+    data = {**json.loads(file.read_text(encoding="utf-8")), "id2label": labels}
+    file.write_text(json.dumps(data), encoding="utf-8")
 
 
 TINY: dict[str, Callable[[Path], None]] = {
