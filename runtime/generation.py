@@ -5,34 +5,36 @@ import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from PIL.PngImagePlugin import PngInfo
 from tqdm import tqdm
 
+from .denoise import Progress
 from .errors import MlxconvError
 from .measuring.machine import described, peak_rss_bytes
 from .phases import phase_table, told_bytes
 from .pipeline import Pictures, load
 
-PHASES = ("load", "encode", "prepare", "first_step", "steps", "decode")
+PHASES = ("load", "warmup", "encode", "prepare", "first_step", "steps", "preview", "decode")
 _UNITS = {"encode": "prompt", "steps": "step", "decode": "picture"}
 
 
 @dataclass(frozen=True)
 class GenerateReport:
-    """The files written, and what making them took; seconds from loading to the last file."""
+    """The files written, and what making them took; `total` is from loading to the last file."""
 
     files: list[Path]
     made: Pictures
-    load_seconds: float
-    total_seconds: float
+    seconds: dict[str, float]
+    total: float
 
     def as_json(self) -> dict[str, Any]:
         """Seconds, bytes."""
         machine = described()
-        seconds = {"load": self.load_seconds, **self.made.seconds} | {"total": self.total_seconds}
+        seconds = {**self.seconds, "total": self.total}
         peaks = self.made.peak_bytes
         request = self.made.request
         return {
@@ -89,37 +91,51 @@ class _Bars:
 
 
 def generate(
-    bundle: str, prompt: str, out: Path, *, dtype: str | None = None, **options: Any
-) -> GenerateReport:
-    """Make pictures and write them; `options` are those of `Pipeline.__call__`."""
-    if not out.parent.is_dir():
-        raise MlxconvError(f"{out}: no folder {out.parent}; make it first")
+    bundle: str, prompt: str, out: Path, *, dtype: str | None = None, preview: Path | None = None,
+    warmup: bool = False, **options: Any,
+) -> GenerateReport:  # fmt: skip
+    """Make pictures and write them; `options` are those of `Pipeline.__call__`.
+
+    preview: a file for the picture that the last step predicts. warmup: make a picture of one step
+    before, so that all that is compiled or read once is not in the times; text encoders are kept.
+    """
+    for file in filter(None, (out, preview)):
+        if not file.parent.is_dir():
+            raise MlxconvError(f"{file}: no folder {file.parent}; make it first")
     began = time.perf_counter()
-    pipeline = load(bundle, dtype=dtype)
-    took = time.perf_counter() - began
+    pipeline = load(bundle, dtype=dtype, keep=warmup)
+    seconds = {"load": time.perf_counter() - began}
     with closing(_Bars()) as bars:
-        made = pipeline(prompt, listener=bars, **options)
+        if warmup:
+            once = {**options, "count": 1, "steps": 1, "sigmas": None, "timesteps": None}
+            pipeline(prompt, listener=bars, **once)
+            seconds["warmup"] = time.perf_counter() - began - seconds["load"]
+        shown = None if preview is None else partial(_preview, preview, prompt)
+        made = pipeline(prompt, listener=bars, preview=shown, **options)
     files = [_numbered(out, i, len(made.images)) for i in range(len(made.images))]
+    request = made.request
     for file, image in zip(files, made.images, strict=True):
-        _save(file, image, prompt, made)
-    return GenerateReport(files, made, took, time.perf_counter() - began)
+        _save(file, image, {"prompt": prompt, "seed": request.seed, "steps": request.steps})
+    return GenerateReport(files, made, {**seconds, **made.seconds}, time.perf_counter() - began)
+
+
+def _preview(file: Path, prompt: str, image: Any, progress: Progress) -> None:
+    _save(file, image, {"prompt": prompt, "step": progress.step + 1, "steps": progress.steps})
 
 
 def _numbered(out: Path, index: int, count: int) -> Path:
     return out if count == 1 else out.with_stem(f"{out.stem}-{index}")
 
 
-def _save(file: Path, image: Any, prompt: str, made: Pictures) -> None:
+def _save(file: Path, image: Any, told: dict[str, Any]) -> None:
     """A PNG that says how it was made; it appears whole or not at all."""
-    request = made.request
-    told = {"prompt": prompt, "seed": request.seed, "steps": request.steps}
     info = PngInfo()
     info.add_text("mlxconv", json.dumps(told))
-    partial = file.with_name(f".{file.name}.part")
+    part = file.with_name(f".{file.name}.part")
     try:
-        image.save(partial, format="PNG", pnginfo=info)
-        partial.replace(file)
+        image.save(part, format="PNG", pnginfo=info)
+        part.replace(file)
     except OSError as error:
         raise MlxconvError(f"{file}: cannot be written ({error.strerror or error})") from error
     finally:
-        partial.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)

@@ -67,7 +67,7 @@ def phase_table(
     spent = {name: seconds[name] for name in names if name in seconds}
     lines += [
         f"{name.replace('_', ' '):12}{value:10.3f}{value / total:8.1%}"
-        f"{told_bytes(peak_bytes.get(name, 0)):>12}"
+        f"{told_bytes(peak_bytes[name]) if name in peak_bytes else '':>12}".rstrip()
         for name, value in spent.items()
     ]
     other = total - sum(spent.values())

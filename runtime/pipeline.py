@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 from .bundle import open_bundle, read_json
+from .decoders import LinearDecoder, TinyDecoder, find_decoder, standing_in
 from .denoise import Callback, Noise, Progress, denoise
 from .errors import MlxconvError
 from .families import family_of
@@ -23,7 +24,9 @@ from .noise import Generator
 from .phases import Listener, Phases
 from .schedulers import Schedule, with_class
 from .staging import Staged
+from .strips import in_strips
 
+Preview = Callable[[Image.Image, Progress], None]
 _CFG = 4.0  # with a negative prompt, where none is asked for
 
 
@@ -31,8 +34,8 @@ _CFG = 4.0  # with a negative prompt, where none is asked for
 class Pictures:
     """What a generation made, and how long its phases took, in seconds.
 
-    seconds: `encode`, `prepare`, `first_step`, `steps` (all others), `step_median`, `decode` and
-    `total`.
+    seconds: `encode`, `prepare`, `first_step`, `steps` (all others), `step_median`, `preview` where
+    there was one, `decode` and `total`.
     """
 
     images: list[Image.Image]
@@ -75,6 +78,11 @@ class Pipeline:
         count: int = 1,
         tokens: int | None = None,
         scheduler: str | None = None,
+        sigmas: Sequence[float] | None = None,
+        timesteps: Sequence[float] | None = None,
+        decoder: str | Path | None = None,
+        tile: str | int = "auto",
+        preview: Preview | None = None,
         callback: Callback | None = None,
         listener: Listener | None = None,
         embeddings: Inputs | None = None,
@@ -86,25 +94,33 @@ class Pipeline:
         guidance: the pipeline's `guidance_scale`. cfg: scale of true classifier-free guidance, of
         FLUX.1 and Qwen-Image with a negative prompt. cfg_end: the part of the schedule after which
         no negative prompt is read. tokens: of the longest text encoder. scheduler: another class
-        than the checkpoint's. embeddings, negative_embeddings: instead of prompts, arrays by the
-        names of `pipeline.family.embeddings`. conditioning: SDXL's `original_size`, `target_size`
-        and `crops_coords_top_left`, as in diffusers. callback: after each step. listener: told of
-        each phase and how far it is. MlxconvError for what cannot be done, saying what can.
+        than the checkpoint's, or a name as `DPM++ 2M Karras`, see `with_class`. sigmas, timesteps:
+        noise levels of a schedule of one's own. decoder: `tiny`, or the path of a converted
+        autoencoder, instead of the VAE. tile: large pictures are decoded in strips of rows: `auto`,
+        `off`, or how many MiB each may need. preview: shown the pictures that steps predict, by
+        `decoder` or a linear map, in at most a fifth of the time. embeddings, negative_embeddings:
+        instead of prompts, arrays by the names of `pipeline.family.embeddings`. conditioning:
+        SDXL's `original_size`, `target_size` and `crops_coords_top_left`, as in diffusers.
+        callback: after each step. listener: told of each phase and how far it is. MlxconvError for
+        what cannot be done, saying what can.
         """
         own = self.defaults
         pull = own.guidance if guidance is None else guidance
         _check_prompts(prompt, embeddings, negative, negative_embeddings)
         against = negative is not None or negative_embeddings is not None
         scale, guided = self._scale(against, pull, cfg)
+        if not (sigmas is None and timesteps is None):
+            steps = len(sigmas or timesteps or ()) if steps is None else steps
         request = Request(
             prompt or "", width or own.width, height or own.height,
             own.steps if steps is None else steps, pull, negative, scale, seed, count, tokens,
-            guided, conditioning or {},
+            guided, conditioning or {}, sigmas, timesteps,
         )  # fmt: skip
         _check(request, own, self.family)
         made = Pictures([], np.zeros(0), request)
         if against and not guided:
             made.notes.append(f"the negative prompt is not read: guidance is {scale:g}")
+        other = None if decoder is None else find_decoder(self.parts, decoder)
         clock = Phases(listener)
         with clock.phase("encode", 1 + guided) as ended:
             self.parts.notes, prompts = made.notes, []
@@ -118,10 +134,11 @@ class Pipeline:
         with clock.phase("prepare"):
             models = self._prepare(request, prompts, latents, schedule, cfg_end, made)
         noise = partial(_again, generator, (1, *latents.shape[1:]))
-        ends = self._denoise(models, latents, schedule, noise, callback, clock)
+        told = self._previewing(preview, other, request, clock, callback)
+        ends = self._denoise(models, latents, schedule, noise, told, clock)
         with clock.phase("decode", request.count) as ended:
-            made.pixels = self._decode(ends, request, ended)
-        made.images = [Image.fromarray(np.round(p * 255).astype(np.uint8)) for p in made.pixels]
+            made.pixels = self._decode(ends, made, other, tile, ended)
+        made.images = [_image(pixels) for pixels in made.pixels]
         made.seconds = {**clock.seconds, "total": clock.wall}
         made.peak_bytes = clock.peak_bytes
         return made
@@ -188,27 +205,65 @@ class Pipeline:
                 now = time.perf_counter()
                 if "first_step" in clock.seconds:
                     later.append(now - last)
+                    clock.book("steps", 0.0)  # its memory, before a preview's
                 else:
                     clock.book("first_step", now - last)
-                last = now
                 ended()
-                return None if callback is None else callback(progress)
+                go_on = None if callback is None else callback(progress)
+                last = time.perf_counter()
+                return go_on
 
             ends = [denoise(predicted, x[None], schedule, noise=noise, callback=told)
                     for x in starts]  # fmt: skip
         first = clock.seconds["first_step"]
-        clock.seconds["steps"] -= first
+        clock.seconds["steps"] -= first + clock.seconds.get("preview", 0.0)
         clock.seconds["step_median"] = median(later or [first])
         return ends
 
+    def _previewing(
+        self, preview: Preview | None, decoder: TinyDecoder | None, request: Request,
+        clock: Phases, callback: Callback | None,
+    ) -> Callback | None:  # fmt: skip
+        """The callback, and before it a preview, where the last one took a fifth of the time."""
+        if preview is None:
+            return callback
+        shown = decoder or LinearDecoder(self.parts.component("vae"))
+        size = (request.width, request.height)
+
+        due = 0.0
+
+        def told(progress: Progress) -> bool | None:
+            nonlocal due
+            began = time.perf_counter()
+            if began >= due:
+                with standing_in(self.parts, shown):
+                    values = np.array(self.family.decode(self.parts, progress.clean, request))
+                preview(_image(values[0]).resize(size), progress)
+                ended = time.perf_counter()
+                due = ended + 4 * (ended - began)
+                clock.book("preview", ended - began)
+            return None if callback is None else callback(progress)
+
+        return told
+
     def _decode(
-        self, latents: list[mx.array], request: Request, ended: Callable[[], None]
-    ) -> np.ndarray[Any, Any]:
-        decoded = []
-        for each in latents:
-            values = self.family.decode(self.parts, each, request)
-            decoded.append(np.array(values))
-            ended()
+        self, latents: list[mx.array], made: Pictures, decoder: TinyDecoder | None,
+        tile: str | int, ended: Callable[[], None],
+    ) -> np.ndarray[Any, Any]:  # fmt: skip
+        decoded, request = [], made.request
+        component = decoder.component if decoder else self.parts.component("vae")
+        with standing_in(self.parts, decoder), in_strips(component, tile) as strips:
+            for each in latents:
+                decoded.append(np.array(self.family.decode(self.parts, each, request)))
+                ended()
+        found = decoded[0].shape[1:3]
+        if found != (request.height, request.width):
+            raise MlxconvError(f"{component.path}: decodes to {found[1]}x{found[0]} where "
+                               f"{request.width}x{request.height} was asked for; give a decoder "
+                               "of the same scale as the VAE")  # fmt: skip
+        if strips is not None and strips.most > 1:
+            made.notes.append(f"decoded in up to {strips.most} strips of rows, without seams, to "
+                              "save memory (--tile)")  # fmt: skip
         return np.concatenate(decoded)
 
 
@@ -219,6 +274,11 @@ def load(bundle: str | Path, *, dtype: str | None = None, keep: bool = False) ->
     between prompts. MlxconvError when the bundle's pipeline has no native family.
     """
     return Pipeline(bundle, dtype=dtype, keep=keep)
+
+
+def _image(pixels: np.ndarray[Any, Any]) -> Image.Image:
+    """Pixels (height, width, 3) in 0 to 1."""
+    return Image.fromarray(np.round(pixels * 255).astype(np.uint8))
 
 
 def _again(generator: Generator, shape: tuple[int, ...], call: int) -> mx.array:

@@ -8,14 +8,20 @@ computed whole, as ever, and cut again by the next convolution.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
 
+from .bundle import LoadedComponent
+from .errors import MlxconvError
 from .executor import Executor, Lookup, evaluator, under
+from .oplib.products import attention
 from .ops import OPS
 from .program import Body
 
@@ -91,7 +97,7 @@ class StripExecutor(Executor):
     def __init__(self, executor: Executor, work: int = DEFAULT_WORK) -> None:
         super().__init__(executor.program, executor.weights)
         self.work = work
-        self.most = 1  # strips of one convolution in the last run
+        self.most = 1  # strips of one convolution, in any run
 
     def _run(
         self, body: Body, values: dict[str, Any], weight: Lookup, prefix: str,
@@ -99,11 +105,11 @@ class StripExecutor(Executor):
     ) -> tuple[Any, ...]:  # fmt: skip
         if taps:
             return super()._run(body, values, weight, prefix, taps, found)
-        if not prefix:
-            self.most = 1
         made: Any = None
+        settled: Any = None  # the last convolution: evaluated once nothing holds what it read
         for step in self._plan_of(body):
-            _settle(made)
+            _evaluate(settled)
+            made = settled = None
             args = {key: get(values, weight) for key, get in step.arguments.items()}
             for name in step.drop:  # before the work: a caller would hold them through a block
                 values.pop(name, None)
@@ -111,9 +117,11 @@ class StripExecutor(Executor):
                 made = self._called(args, weight, prefix)
             else:
                 made = self._applied(step, args, prefix)
+                settled = made if step.node.op == "conv" else None
                 del args
             several = isinstance(made, (list, tuple))
             values.update(zip(step.node.out, made if several else [made], strict=True))
+        _evaluate(settled)
         outputs = [evaluator(arg, self.compute)(values, weight) for arg in body.outputs]
         return tuple(outputs) if prefix else tuple(_whole(value) for value in outputs)
 
@@ -162,15 +170,41 @@ class StripExecutor(Executor):
         needed = math.prod(q.shape[:-1]) * keys * 4
         count = math.ceil(needed / self.work)
         if count <= 1 or args.get("mask") is not None or args.get("causal"):
-            return OPS["attention"](**args)
+            return attention(**args)
         bounds, parts = evenly(q.shape[-2], count), []
         for low, high in pairwise(bounds):
-            parts.append(OPS["attention"](**{**args, "q": q[..., low:high, :]}))
+            parts.append(attention(**{**args, "q": q[..., low:high, :]}))
             mx.eval(parts[-1])
         return mx.concatenate(parts, axis=-2)
 
 
-def _settle(made: Any) -> None:
+@contextmanager
+def in_strips(component: LoadedComponent, tile: str | int) -> Iterator[StripExecutor | None]:
+    """While it lasts, a component runs in strips.
+
+    tile: `auto`, `off`, or how many MiB a strip of one convolution may need.
+    """
+    work = _work(tile)
+    if not work:
+        yield None
+        return
+    plain = component.executor
+    component.executor = strips = StripExecutor(plain, work)
+    try:
+        yield strips
+    finally:
+        component.executor = plain
+
+
+def _work(tile: str | int) -> int:
+    if tile in ("auto", "off"):
+        return DEFAULT_WORK if tile == "auto" else 0
+    if not str(tile).isdecimal() or not int(tile):
+        raise MlxconvError(f"tile is {tile!r}: auto, off, or a number of MiB, at least 1")
+    return int(tile) * 2**20
+
+
+def _evaluate(made: Any) -> None:
     """Evaluate strips one after the other, so that what each needed is gone before the next."""
     if isinstance(made, Strips):
         for part in made.parts:
@@ -312,8 +346,8 @@ def _pad(args: dict[str, Any], strips: Strips) -> Any:
 
 
 def _upsample_nearest(args: dict[str, Any], strips: Strips) -> Any:
-    sizes, scales = args.get("sizes"), args.get("scales")
-    count = len(sizes if sizes is not None else scales)
+    sizes, scales = args.get("sizes"), args.get("scales") or ()
+    count = len(scales if sizes is None else sizes)
     at, rows = strips.axis - (strips.ndim - count), strips.shape[strips.axis]
     if at < 0:
         return None
@@ -358,7 +392,7 @@ def _group_norm(args: dict[str, Any], strips: Strips) -> Any:
     if strips.axis < 2:
         return None
     batch, channels, groups = *strips.shape[:2], args["groups"]
-    _settle(strips)
+    _evaluate(strips)
     counts, means, squares = [], [], []
     for part in strips.parts:
         flat = part.reshape(batch, groups, -1).astype(mx.float32)
@@ -369,9 +403,9 @@ def _group_norm(args: dict[str, Any], strips: Strips) -> Any:
         means.append(mean)
         squares.append(square)
     total = sum(counts)
-    mean = sum(m * (n / total) for m, n in zip(means, counts))
-    apart = sum(n * mx.square(m - mean) for m, n in zip(means, counts))
-    scale = mx.rsqrt((sum(squares) + apart) / total + args.get("eps", 1e-5))
+    mean = _sum(m * (n / total) for m, n in zip(means, counts))
+    apart = _sum(n * mx.square(m - mean) for m, n in zip(means, counts))
+    scale = mx.rsqrt((_sum(squares) + apart) / total + args.get("eps", 1e-5))
     per_channel = (batch, channels) + (1,) * (strips.ndim - 2)
 
     def spread(value: mx.array) -> mx.array:
@@ -385,6 +419,10 @@ def _group_norm(args: dict[str, Any], strips: Strips) -> Any:
     shift = mx.zeros(own) if bias is None else bias.reshape(own)
     parts = (((p.astype(mx.float32) - mean) * scale + shift).astype(p.dtype) for p in strips.parts)
     return Strips(tuple(parts), strips.axis)
+
+
+def _sum(values: Iterable[mx.array]) -> mx.array:
+    return reduce(operator.add, values)
 
 
 _POINTWISE = (

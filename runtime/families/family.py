@@ -20,7 +20,8 @@ Inputs = Mapping[str, Any]
 class Request:
     """One generation: pixels, and how far the prompt pulls. `cfg`: true classifier-free guidance,
     where the model has one of its own in `guidance`. guided: whether a negative prompt is read.
-    conditioning: see `Family`."""
+    conditioning: see `Family`. sigmas, timesteps: noise levels of the caller's own, for so many
+    steps."""
 
     prompt: str
     width: int
@@ -34,6 +35,14 @@ class Request:
     tokens: int | None = None
     guided: bool = False
     conditioning: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    sigmas: Sequence[float] | None = None
+    timesteps: Sequence[float] | None = None
+
+    @property
+    def spacing(self) -> dict[str, Any]:
+        """What `make_schedule` is asked for: so many steps, or the caller's own levels."""
+        own = {"sigmas": self.sigmas, "timesteps": self.timesteps}
+        return {k: v for k, v in own.items() if v is not None} or {"steps": self.steps}
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,7 @@ class Parts:
     def __init__(self, bundle: Bundle, dtype: str | None = None) -> None:
         self.bundle, self.dtype = bundle, dtype
         self.notes: list[str] = []  # what a user should know of the last prompt
+        self.instead: dict[str, Any] = {}  # what stands in for a component: see `decoders`
         self._loaded: dict[str, LoadedComponent] = {}
 
     def has(self, name: str) -> bool:
@@ -61,6 +71,8 @@ class Parts:
 
     def component(self, name: str) -> LoadedComponent:
         """A component, kept until it is released."""
+        if name in self.instead:
+            return self.instead[name]  # type: ignore[no-any-return]
         if name not in self._loaded:
             self._loaded[name] = load_component(self.bundle.path, name, dtype=self._dtype(name))
         return self._loaded[name]
@@ -79,6 +91,8 @@ class Parts:
 
     def config(self, name: str) -> dict[str, Any]:
         """A component's configuration, without loading it."""
+        if name in self.instead:
+            return dict(self.instead[name].config)
         return read_json(self.bundle.component(name) / "config.json")
 
     @cached_property
