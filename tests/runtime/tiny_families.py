@@ -44,7 +44,9 @@ def _index(folder: Path, pipeline: str, **parts: str) -> None:
     (folder / "model_index.json").write_text(json.dumps(data), encoding="utf-8")
 
 
-def _clip(folder: Path, suffix: str, width: int, *, projected: bool = True, **options: Any) -> None:
+def _clip(
+    folder: Path, suffix: str, width: int, *, projected: bool = True, **options: Any
+) -> None:
     tokenizer = _clip_tokenizer(**options)
     _model(
         folder, f"text_encoder{suffix}", f"CLIPTextModel{'WithProjection' if projected else ''}",
@@ -329,9 +331,9 @@ def stable_diffusion_xl(folder: Path) -> None:
     layers = {"transformer_layers_per_block": [1, 1, 2], "cross_attention_dim": 48}
     _model(folder, "unet", "UNet2DConditionModel", "sdxl", **layers)
     _small_vae(folder)
-    EulerDiscreteScheduler(timestep_spacing="leading", steps_offset=1, **_BETAS).save_pretrained(
-        str(folder / "scheduler")
-    )
+    EulerDiscreteScheduler(
+        timestep_spacing="leading", steps_offset=1, **_BETAS
+    ).save_pretrained(str(folder / "scheduler"))
     parts = {**_CLIP, "text_encoder": "transformers.CLIPTextModel"}
     _index(
         folder, "StableDiffusionXLPipeline", **_UNET, **parts,
