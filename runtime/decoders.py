@@ -63,8 +63,8 @@ class TinyDecoder:
         """As the VAE: latents (1, channels, height, width), or with frames before the height."""
         frames = z.ndim == 5 and self._input.type.count(",") == 3
         found = self.component.decode(**{self._input.path: z[:, :, 0] if frames else z})
-        found = found[0] if isinstance(found, tuple) else found
-        return found[:, :, None] if frames else found
+        values: mx.array = found[0] if isinstance(found, tuple) else found
+        return values[:, :, None] if frames else values
 
 
 class LinearDecoder:
@@ -100,7 +100,8 @@ def find_decoder(parts: Parts, name: str | Path) -> TinyDecoder:
             f"{folder}: no such folder; convert a tiny autoencoder of this VAE's latents (TAESD, "
             f"TAESDXL, TAESD3, TAEF1): mlxconv convert SOURCE -o {folder}"
         )
-    component = load_component(folder, dtype=parts.dtype)
+    component = load_component(folder)
+    component = load_component(folder, dtype=parts.precise_enough(component.config))
     return TinyDecoder(component, parts.config("vae"))
 
 

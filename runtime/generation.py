@@ -91,8 +91,8 @@ class _Bars:
 
 
 def generate(
-    bundle: str, prompt: str, out: Path, *, dtype: str | None = None, preview: Path | None = None,
-    warmup: bool = False, **options: Any,
+    bundle: str, prompt: str, out: Path, *, dtype: str | None = None, vae_dtype: str | None = None,
+    preview: Path | None = None, warmup: bool = False, **options: Any,
 ) -> GenerateReport:  # fmt: skip
     """Make pictures and write them; `options` are those of `Pipeline.__call__`.
 
@@ -103,7 +103,7 @@ def generate(
         if not file.parent.is_dir():
             raise MlxconvError(f"{file}: no folder {file.parent}; make it first")
     began = time.perf_counter()
-    pipeline = load(bundle, dtype=dtype, keep=warmup)
+    pipeline = load(bundle, dtype=dtype, vae_dtype=vae_dtype, keep=warmup)
     seconds = {"load": time.perf_counter() - began}
     with closing(_Bars()) as bars:
         if warmup:

@@ -24,7 +24,7 @@ from .noise import Generator
 from .phases import Listener, Phases
 from .schedulers import Schedule, with_class
 from .staging import Staged
-from .strips import in_strips
+from .tiling import in_strips
 
 Preview = Callable[[Image.Image, Progress], None]
 _CFG = 4.0  # with a negative prompt, where none is asked for
@@ -50,12 +50,15 @@ class Pictures:
 class Pipeline:
     """A bundle of a whole pipeline. Text encoders are let go after a prompt unless `keep`."""
 
-    def __init__(self, bundle: str | Path, *, dtype: str | None = None, keep: bool = False) -> None:
+    def __init__(
+        self, bundle: str | Path, *, dtype: str | None = None, vae_dtype: str | None = None,
+        keep: bool = False,
+    ) -> None:  # fmt: skip
         opened = open_bundle(bundle)
         index = opened.path / "model_index.json"
         name = str(read_json(index).get("_class_name", "")) if index.is_file() else ""
         self.family = family_of(name, str(opened.path))
-        self.parts, self.keep = Parts(opened, dtype), keep
+        self.parts, self.keep = Parts(opened, dtype, vae_dtype), keep
         self._staged: Staged | None = None
 
     @property
@@ -267,13 +270,17 @@ class Pipeline:
         return np.concatenate(decoded)
 
 
-def load(bundle: str | Path, *, dtype: str | None = None, keep: bool = False) -> Pipeline:
+def load(
+    bundle: str | Path, *, dtype: str | None = None, vae_dtype: str | None = None,
+    keep: bool = False,
+) -> Pipeline:  # fmt: skip
     """The pipeline of a bundle: `load("flux-4bit")("a cat").images[0]`.
 
-    dtype: precision of the activations, see `load_component`. keep: hold text encoders in memory
-    between prompts. MlxconvError when the bundle's pipeline has no native family.
+    dtype: precision of the activations, see `load_component`. vae_dtype: of the VAE's; by default
+    float32 where the others are bfloat16, see `Parts.precise_enough`. keep: hold text encoders in
+    memory between prompts. MlxconvError when the bundle's pipeline has no native family.
     """
-    return Pipeline(bundle, dtype=dtype, keep=keep)
+    return Pipeline(bundle, dtype=dtype, vae_dtype=vae_dtype, keep=keep)
 
 
 def _image(pixels: np.ndarray[Any, Any]) -> Image.Image:

@@ -1,16 +1,13 @@
-"""Large pictures decoded in strips of rows: the same values in a fraction of the memory.
+"""Tensors cut into strips of rows, and what each op does with them: nothing is approximated.
 
-A convolution whose work would not fit is computed strip by strip, each evaluated before the next
-is begun. A strip takes the rows that it needs from its neighbours, a group norm takes its mean and
-variance from all strips (Chan, Golub and LeVeque 1983), and attention goes by parts of its
-queries; so nothing is approximated, and there are no seams to blend. What has no rule here is
-computed whole, as ever, and cut again by the next convolution.
+A convolution takes the rows that it needs of the strips around, a group norm its mean and variance
+of all strips (Chan, Golub and LeVeque 1983); most other ops go strip by strip. A rule that gives
+None has to see the tensor whole.
 """
 
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
@@ -18,14 +15,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from .bundle import LoadedComponent
-from .errors import MlxconvError
-from .executor import Executor, Lookup, evaluator, under
-from .oplib.products import attention
 from .ops import OPS
-from .program import Body
 
-DEFAULT_WORK = 256 * 2**20  # bytes that one strip of one convolution may need
 _SEQUENCES = (list, tuple)  # of values: a stack of weights is neither
 Rule = Callable[[dict[str, Any], "Strips"], Any]
 
@@ -91,140 +82,30 @@ def evenly(rows: int, count: int) -> list[int]:
     return [rows * i // count for i in range(count + 1)]
 
 
-class StripExecutor(Executor):
-    """An executor that cuts what needs more than `work` bytes at once. It never compiles."""
-
-    def __init__(self, executor: Executor, work: int = DEFAULT_WORK) -> None:
-        super().__init__(executor.program, executor.weights)
-        self.work = work
-        self.most = 1  # strips of one convolution, in any run
-
-    def _run(
-        self, body: Body, values: dict[str, Any], weight: Lookup, prefix: str,
-        taps: Sequence[str] = (), found: dict[str, list[Any]] | None = None,
-    ) -> tuple[Any, ...]:  # fmt: skip
-        if taps:
-            return super()._run(body, values, weight, prefix, taps, found)
-        made: Any = None
-        settled: Any = None  # the last convolution: evaluated once nothing holds what it read
-        for step in self._plan_of(body):
-            _evaluate(settled)
-            made = settled = None
-            args = {key: get(values, weight) for key, get in step.arguments.items()}
-            for name in step.drop:  # before the work: a caller would hold them through a block
-                values.pop(name, None)
-            if step.node.op == "call":
-                made = self._called(args, weight, prefix)
-            else:
-                made = self._applied(step, args, prefix)
-                settled = made if step.node.op == "conv" else None
-                del args
-            several = isinstance(made, (list, tuple))
-            values.update(zip(step.node.out, made if several else [made], strict=True))
-        _evaluate(settled)
-        outputs = [evaluator(arg, self.compute)(values, weight) for arg in body.outputs]
-        return tuple(outputs) if prefix else tuple(_whole(value) for value in outputs)
-
-    def _called(self, args: dict[str, Any], weight: Lookup, prefix: str) -> tuple[Any, ...]:
-        block, inner = self.program.blocks[args["block"]], args["prefix"]
-        path = ".".join(part for part in (prefix, inner) if part)
-        values = dict(zip(block.inputs, args.pop("inputs"), strict=True))
-        return self._run(block, values, under(weight, inner), path)
-
-    def _applied(self, step: Any, args: dict[str, Any], prefix: str) -> Any:
-        node = step.node
-        if node.op == "conv":
-            args["x"] = self._cut(args)
-        elif node.op == "attention":
-            return self._attention(args)
-        strips = next((v for v in _flat(args.values()) if isinstance(v, Strips)), None)
-        rule = None if strips is None else RULES.get(node.op)
-        if strips is not None:
-            self.most = max(self.most, len(strips.parts))
-            made = None if rule is None else rule(args, strips)
-            if made is not None:
-                return made
-            args = {key: _whole(value) for key, value in args.items()}
-        return self._apply(step, args, prefix)
-
-    def _cut(self, args: Mapping[str, Any]) -> Any:
-        """The input of a convolution in strips that each need at most `work` bytes."""
-        x, weight = args["x"], args["weight"]
-        if x.ndim < 4 or not isinstance(weight, mx.array):
-            return x
-        axis, taps = x.ndim - 2, math.prod(weight.shape[1:])
-        out = math.prod(x.shape[2:]) / math.prod(args["stride"])
-        needed = x.shape[0] * out * (taps + weight.shape[0]) * x.dtype.size
-        count = math.ceil(needed / self.work)
-        if isinstance(x, Strips):
-            if x.axis != axis:
-                x = x.whole()
-            elif len(x.parts) >= count:
-                return x
-        return x if count <= 1 else _cut(x, axis, evenly(x.shape[axis], count))
-
-    def _attention(self, args: dict[str, Any]) -> mx.array:
-        """By parts of the queries, where the scores (batch, heads, queries, keys) are too many."""
-        args = {key: _whole(value) for key, value in args.items()}
-        q, keys = args["q"], args["k"].shape[-2]
-        needed = math.prod(q.shape[:-1]) * keys * 4
-        count = math.ceil(needed / self.work)
-        if count <= 1 or args.get("mask") is not None or args.get("causal"):
-            return attention(**args)
-        bounds, parts = evenly(q.shape[-2], count), []
-        for low, high in pairwise(bounds):
-            parts.append(attention(**{**args, "q": q[..., low:high, :]}))
-            mx.eval(parts[-1])
-        return mx.concatenate(parts, axis=-2)
-
-
-@contextmanager
-def in_strips(component: LoadedComponent, tile: str | int) -> Iterator[StripExecutor | None]:
-    """While it lasts, a component runs in strips.
-
-    tile: `auto`, `off`, or how many MiB a strip of one convolution may need.
-    """
-    work = _work(tile)
-    if not work:
-        yield None
-        return
-    plain = component.executor
-    component.executor = strips = StripExecutor(plain, work)
-    try:
-        yield strips
-    finally:
-        component.executor = plain
-
-
-def _work(tile: str | int) -> int:
-    if tile in ("auto", "off"):
-        return DEFAULT_WORK if tile == "auto" else 0
-    if not str(tile).isdecimal() or not int(tile):
-        raise MlxconvError(f"tile is {tile!r}: auto, off, or a number of MiB, at least 1")
-    return int(tile) * 2**20
-
-
-def _evaluate(made: Any) -> None:
+def evaluate(made: Any) -> None:
     """Evaluate strips one after the other, so that what each needed is gone before the next."""
     if isinstance(made, Strips):
         for part in made.parts:
             mx.eval(part)
 
 
-def _cut(x: Any, axis: int, bounds: Sequence[int]) -> Strips:
+def cut(x: Any, axis: int, bounds: Sequence[int]) -> Strips:
+    """A tensor, or strips of it, at these bounds."""
     return (x if isinstance(x, Strips) else Strips((x,), axis)).cut(bounds)
 
 
-def _whole(value: Any) -> Any:
+def whole(value: Any) -> Any:
+    """The value without strips, also within a list."""
     if type(value) in _SEQUENCES:
-        return [_whole(item) for item in value]
+        return [whole(item) for item in value]
     return value.whole() if isinstance(value, Strips) else value
 
 
-def _flat(values: Any) -> Any:
+def flat(values: Iterable[Any]) -> Iterator[Any]:
+    """The values, also those within lists."""
     for value in values:
         if type(value) in _SEQUENCES:
-            yield from _flat(value)
+            yield from flat(value)
         else:
             yield value
 
@@ -286,7 +167,7 @@ def _along(op: str, keys: Sequence[str]) -> Rule:
 
 def _over_last(op: str) -> Rule:
     def rule(args: dict[str, Any], strips: Strips) -> Any:
-        lone = sum(isinstance(v, Strips) for v in _flat(args.values())) == 1
+        lone = sum(isinstance(v, Strips) for v in flat(args.values())) == 1
         return _each(op, args, strips) if lone and strips.axis < strips.ndim - 1 else None
 
     return rule
@@ -392,7 +273,7 @@ def _group_norm(args: dict[str, Any], strips: Strips) -> Any:
     if strips.axis < 2:
         return None
     batch, channels, groups = *strips.shape[:2], args["groups"]
-    _evaluate(strips)
+    evaluate(strips)
     counts, means, squares = [], [], []
     for part in strips.parts:
         flat = part.reshape(batch, groups, -1).astype(mx.float32)

@@ -59,8 +59,10 @@ class Defaults:
 class Parts:
     """A bundle's components, tokenizers and scheduler, each opened when it is asked for."""
 
-    def __init__(self, bundle: Bundle, dtype: str | None = None) -> None:
-        self.bundle, self.dtype = bundle, dtype
+    def __init__(
+        self, bundle: Bundle, dtype: str | None = None, vae_dtype: str | None = None
+    ) -> None:
+        self.bundle, self.dtype, self.vae_dtype = bundle, dtype, vae_dtype
         self.notes: list[str] = []  # what a user should know of the last prompt
         self.instead: dict[str, Any] = {}  # what stands in for a component: see `decoders`
         self._loaded: dict[str, LoadedComponent] = {}
@@ -78,10 +80,17 @@ class Parts:
         return self._loaded[name]
 
     def _dtype(self, name: str) -> str | None:
-        """float32 where a VAE overflows in float16 and its configuration says so (SDXL)."""
-        config = self.config(name)
-        half = (self.dtype or default_dtype(config)) == "float16"
-        return "float32" if half and config.get("force_upcast") else self.dtype
+        return self.precise_enough(self.config(name)) if name == "vae" else self.dtype
+
+    def precise_enough(self, config: Mapping[str, Any]) -> str | None:
+        """The precision of a VAE's activations: `vae_dtype`, else float32 instead of bfloat16, in
+        which pictures lose several levels of 255, and instead of float16 where its configuration
+        says that it overflows (`force_upcast`: SDXL)."""
+        if self.vae_dtype is not None:
+            return self.vae_dtype
+        asked = self.dtype or default_dtype(dict(config))
+        upcast = asked == "bfloat16" or (asked == "float16" and config.get("force_upcast"))
+        return "float32" if upcast else self.dtype
 
     def release(self, name: str) -> None:
         """Let a component's weights go."""

@@ -129,9 +129,9 @@ def _family(name: str, options: Mapping[str, Any]) -> str:
 def _fitting(name: str, family: str, source: str) -> str:
     """The class, by its full name or without `Scheduler`, `Discrete` and `Multistep`."""
     short = {_short(known): known for known in SCHEDULERS}
-    ways = [name] if name in SCHEDULERS else [short.get(_short(name))]
+    ways = [short.get(_short(name))] if name not in SCHEDULERS else [name]
     if family == "flow" and name not in SCHEDULERS:  # `euler` of a flow is FlowMatchEuler
-        ways.insert(0, short.get("flowmatch" + _short(name)))
+        ways = [short.get("flowmatch" + _short(name)), *ways]
     found = next((way for way in ways if way), None)
     fits = ", ".join(fitting(family))
     if found is None:

@@ -338,6 +338,8 @@ class _Numbers(click.ParamType):  # type: ignore[type-arg]
 @click.option("--warmup", is_flag=True, help="Make a picture of one step before, untimed.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
               help="Precision of the run. [default: the bundle's]")  # fmt: skip
+@click.option("--vae-dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
+              help="Precision of the decoder. [default: float32 instead of bfloat16]")  # fmt: skip
 @_common
 def generate(
     bundle: str, prompt: str, out: Path, size: tuple[int, int] | None, dtype: str | None,

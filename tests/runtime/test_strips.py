@@ -16,7 +16,8 @@ from mlxconv.runtime.bundle import LoadedComponent, load_component
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.ops import OPS
 from mlxconv.runtime.pipeline import load
-from mlxconv.runtime.strips import RULES, Strips, evenly, in_strips
+from mlxconv.runtime.strips import RULES, Strips, evenly
+from mlxconv.runtime.tiling import in_strips
 
 from ..conftest import Bundles
 
