@@ -13,6 +13,7 @@ import numpy as np
 
 from .bundle import LoadedComponent, load_component
 from .errors import MlxconvError
+from .executor import Executor
 from .families.family import Parts
 
 TINY = "tiny_vae"  # the folder in a bundle that `tiny` names
@@ -20,9 +21,11 @@ _POOLED = 16  # latents a side, of the small picture that a linear map is fitted
 
 
 class Decoder(Protocol):
-    """What stands in for the VAE: its configuration, as far as families read it, and `decode`."""
+    """What stands in for the VAE: all that families read of it. The executor is the VAE's own,
+    whose weights some normalize latents by (FLUX.2)."""
 
     config: dict[str, Any]
+    executor: Executor
 
     def decode(self, z: mx.array) -> mx.array:
         """Latents (1, channels, height, width) -> (1, 3, ...) in -1 to 1."""
@@ -44,19 +47,19 @@ def standing_in(parts: Parts, decoder: Decoder | None) -> Iterator[None]:
 class TinyDecoder:
     """An autoencoder of the same latents: TAESD and its like, which take them unscaled."""
 
-    def __init__(self, component: LoadedComponent, vae: Mapping[str, Any]) -> None:
-        self.component = component
+    def __init__(self, component: LoadedComponent, vae: LoadedComponent) -> None:
+        self.component, self.executor = component, vae.executor
         own = component.config
         if "decode" not in component.entries:
             raise MlxconvError(f"{component.path}: has no decode; give an autoencoder")
         channels = {name: c.get("latent_channels") or c.get("z_dim")
-                    for name, c in (("own", own), ("vae", vae))}  # fmt: skip
+                    for name, c in (("own", own), ("vae", vae.config))}  # fmt: skip
         if channels["own"] != channels["vae"]:
             raise MlxconvError(
                 f"{component.path}: decodes latents of {channels['own']} channels, the pipeline's "
                 f"VAE {channels['vae']}; give the tiny autoencoder of this VAE"
             )
-        self.config = {**vae, **_unscaled(vae), **_own_scale(own)}
+        self.config = {**vae.config, **_unscaled(vae.config), **_own_scale(own)}
         self._input = component.program.entry("decode").inputs[0]
 
     def decode(self, z: mx.array) -> mx.array:
@@ -75,7 +78,7 @@ class LinearDecoder:
     """
 
     def __init__(self, vae: LoadedComponent) -> None:
-        self._vae, self.config = vae, vae.config
+        self._vae, self.config, self.executor = vae, vae.config, vae.executor
 
     def decode(self, z: mx.array) -> mx.array:
         """Latents (1, channels, [1,] height, width) -> (1, 3, [1,] height, width): a pixel each."""
@@ -102,7 +105,7 @@ def find_decoder(parts: Parts, name: str | Path) -> TinyDecoder:
         )
     component = load_component(folder)
     component = load_component(folder, dtype=parts.precise_enough(component.config))
-    return TinyDecoder(component, parts.config("vae"))
+    return TinyDecoder(component, parts.component("vae"))
 
 
 def _unscaled(vae: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from .families.family import Defaults, Family, Inputs, Parts, Request
 from .guidance import Guided
 from .noise import Generator
 from .phases import Listener, Phases
-from .schedulers import Schedule, with_class
+from .schedulers import Schedule, Scheduler, with_class
 from .staging import Staged
-from .tiling import in_strips
+from .tiling import in_strips, work_of
 
 Preview = Callable[[Image.Image, Progress], None]
 _CFG = 4.0  # with a negative prompt, where none is asked for
@@ -112,8 +112,11 @@ class Pipeline:
         _check_prompts(prompt, embeddings, negative, negative_embeddings)
         against = negative is not None or negative_embeddings is not None
         scale, guided = self._scale(against, pull, cfg)
-        if not (sigmas is None and timesteps is None):
-            steps = len(sigmas or timesteps or ()) if steps is None else steps
+        levels = timesteps if sigmas is None else sigmas
+        if levels is not None:
+            if steps is not None:
+                raise MlxconvError("give steps, or sigmas or timesteps of your own: one of the two")
+            steps = len(levels)
         request = Request(
             prompt or "", width or own.width, height or own.height,
             own.steps if steps is None else steps, pull, negative, scale, seed, count, tokens,
@@ -124,6 +127,9 @@ class Pipeline:
         if against and not guided:
             made.notes.append(f"the negative prompt is not read: guidance is {scale:g}")
         other = None if decoder is None else find_decoder(self.parts, decoder)
+        chosen, work = self.parts.scheduler, work_of(tile)
+        if scheduler is not None:
+            chosen = with_class(chosen, scheduler)
         clock = Phases(listener)
         with clock.phase("encode", 1 + guided) as ended:
             self.parts.notes, prompts = made.notes, []
@@ -133,14 +139,14 @@ class Pipeline:
                 prompts.append(inputs)
                 ended()
         generator = Generator(request.seed)
-        latents, schedule = self._start(request, prompts[0], scheduler, generator)
+        latents, schedule = self._start(request, prompts[0], chosen, generator)
         with clock.phase("prepare"):
             models = self._prepare(request, prompts, latents, schedule, cfg_end, made)
         noise = partial(_again, generator, (1, *latents.shape[1:]))
         told = self._previewing(preview, other, request, clock, callback)
         ends = self._denoise(models, latents, schedule, noise, told, clock)
         with clock.phase("decode", request.count) as ended:
-            made.pixels = self._decode(ends, made, other, tile, ended)
+            made.pixels = self._decode(ends, made, other, work, ended)
         made.images = [_image(pixels) for pixels in made.pixels]
         made.seconds = {**clock.seconds, "total": clock.wall}
         made.peak_bytes = clock.peak_bytes
@@ -161,13 +167,10 @@ class Pipeline:
         return scale, scale > self.family.guidance.off and (against or not waits)
 
     def _start(
-        self, request: Request, prompt: Inputs, scheduler: str | None, generator: Generator
+        self, request: Request, prompt: Inputs, scheduler: Scheduler, generator: Generator
     ) -> tuple[mx.array, Schedule]:
         noise = self.family.start(self.parts, request, generator, prompt)
-        chosen = self.parts.scheduler
-        if scheduler is not None:
-            chosen = with_class(chosen, scheduler)
-        schedule = self.family.schedule(chosen, request, noise)
+        schedule = self.family.schedule(scheduler, request, noise)
         if not self.keep:
             for name in self.family.encoders:
                 self.parts.release(name)
@@ -227,13 +230,11 @@ class Pipeline:
         self, preview: Preview | None, decoder: TinyDecoder | None, request: Request,
         clock: Phases, callback: Callback | None,
     ) -> Callback | None:  # fmt: skip
-        """The callback, and before it a preview, where the last one took a fifth of the time."""
+        """The callback, and before it a preview, as often as takes a fifth of the time."""
         if preview is None:
             return callback
         shown = decoder or LinearDecoder(self.parts.component("vae"))
-        size = (request.width, request.height)
-
-        due = 0.0
+        size, due = (request.width, request.height), 0.0
 
         def told(progress: Progress) -> bool | None:
             nonlocal due
@@ -251,11 +252,11 @@ class Pipeline:
 
     def _decode(
         self, latents: list[mx.array], made: Pictures, decoder: TinyDecoder | None,
-        tile: str | int, ended: Callable[[], None],
+        work: int, ended: Callable[[], None],
     ) -> np.ndarray[Any, Any]:  # fmt: skip
         decoded, request = [], made.request
         component = decoder.component if decoder else self.parts.component("vae")
-        with standing_in(self.parts, decoder), in_strips(component, tile) as strips:
+        with standing_in(self.parts, decoder), in_strips(component, work) as strips:
             for each in latents:
                 decoded.append(np.array(self.family.decode(self.parts, each, request)))
                 ended()

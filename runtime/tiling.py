@@ -26,7 +26,7 @@ DEFAULT_WORK = 256 * 2**20  # bytes that one strip of one convolution may need
 class StripExecutor(Executor):
     """An executor that cuts what needs more than `work` bytes at once. It never compiles."""
 
-    def __init__(self, executor: Executor, work: int = DEFAULT_WORK) -> None:
+    def __init__(self, executor: Executor, work: int) -> None:
         super().__init__(executor.program, executor.weights)
         self.work = work
         self.most = 1  # strips of one convolution, in any run
@@ -114,12 +114,8 @@ class StripExecutor(Executor):
 
 
 @contextmanager
-def in_strips(component: LoadedComponent, tile: str | int) -> Iterator[StripExecutor | None]:
-    """While it lasts, a component runs in strips.
-
-    tile: `auto`, `off`, or how many MiB a strip of one convolution may need.
-    """
-    work = _work(tile)
+def in_strips(component: LoadedComponent, work: int) -> Iterator[StripExecutor | None]:
+    """While it lasts, a component runs in strips of so many bytes at most; 0: as it is."""
     if not work:
         yield None
         return
@@ -131,7 +127,8 @@ def in_strips(component: LoadedComponent, tile: str | int) -> Iterator[StripExec
         component.executor = plain
 
 
-def _work(tile: str | int) -> int:
+def work_of(tile: str | int) -> int:
+    """Bytes that a strip may need: by `auto`, `off` (0), or a number of MiB."""
     if tile in ("auto", "off"):
         return DEFAULT_WORK if tile == "auto" else 0
     if not str(tile).isdecimal() or not int(tile):

@@ -25,7 +25,7 @@ from ..phases import Phases, phase_table, told_bytes
 from ..program import Node
 from ..schedulers import make_schedule, scheduler_of
 from ..staging import Staged
-from ..tiling import in_strips
+from ..tiling import DEFAULT_WORK, in_strips
 from .bench import Settings, describe, machine_line, run_apart, with_component
 from .examples import Example, Sizes, make_example, text_sizes
 from .flops import flops_of, gemms_of
@@ -120,7 +120,7 @@ def _decode(settings: Settings, clock: Phases, left_out: dict[str, str]) -> None
     except MlxconvError as error:
         left_out["decode"] = str(error)
         return
-    with clock.phase("decode"), in_strips(component, "auto"):
+    with clock.phase("decode"), in_strips(component, DEFAULT_WORK):
         _compute(component.executor("decode", **example.at_step(0)))
 
 

@@ -114,7 +114,10 @@ def test_a_linear_map_is_found_where_there_is_one() -> None:
 
     entry = SimpleNamespace(inputs=[SimpleNamespace(path="z")])
     vae: Any = SimpleNamespace(
-        decode=decode, config={}, program=SimpleNamespace(entry=lambda name: entry)
+        decode=decode,
+        config={},
+        executor=None,
+        program=SimpleNamespace(entry=lambda name: entry),
     )
     z = mx.array(rng.normal(size=(1, 4, 40, 27)).astype(np.float32))
     found = np.array(LinearDecoder(vae).decode(z))[0]
