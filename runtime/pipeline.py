@@ -313,6 +313,9 @@ def _check(request: Request, own: Defaults, family: Family) -> None:
     if unknown:
         raise MlxconvError(f"conditioning {', '.join(unknown)}: this pipeline takes "
                            f"{', '.join(family.conditioning) or 'none'}")  # fmt: skip
+    for name, numbers in request.conditioning.items():
+        if len(numbers) != 2:
+            raise MlxconvError(f"{name} is {tuple(numbers)}: two numbers, as in diffusers")
     near = replace(request, width=_near(request.width, own), height=_near(request.height, own))
     if near != request:
         raise MlxconvError(

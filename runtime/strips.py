@@ -116,18 +116,25 @@ def flat(values: Iterable[Any]) -> Iterator[Any]:
 def _each(op: str, args: Mapping[str, Any], strips: Strips, axis: int | None = None) -> Any:
     """The op on each strip; other values in strips are cut alike. axis: of the rows behind it."""
 
-    def part(value: Any, number: int, bounds: list[int]) -> Any:
-        if type(value) in _SEQUENCES:
-            return [part(item, number, bounds) for item in value]
-        return value.cut(bounds).parts[number] if isinstance(value, Strips) else value
-
-    bounds = strips.bounds
-    made = [OPS[op](**{key: part(v, i, bounds) for key, v in args.items()})
-            for i in range(len(strips.parts))]  # fmt: skip
+    alike = {key: _aligned(value, strips.bounds) for key, value in args.items()}
+    made = [OPS[op](**{key: _part(value, number) for key, value in alike.items()})
+            for number in range(len(strips.parts))]  # fmt: skip
     behind = strips.axis if axis is None else axis
     if isinstance(made[0], list):
         return [Strips(tuple(column), behind) for column in zip(*made)]
     return Strips(tuple(made), behind)
+
+
+def _aligned(value: Any, bounds: Sequence[int]) -> Any:
+    if type(value) in _SEQUENCES:
+        return [_aligned(item, bounds) for item in value]
+    return value.cut(bounds) if isinstance(value, Strips) else value
+
+
+def _part(value: Any, number: int) -> Any:
+    if type(value) in _SEQUENCES:
+        return [_part(item, number) for item in value]
+    return value.parts[number] if isinstance(value, Strips) else value
 
 
 def _pointwise(op: str) -> Rule:

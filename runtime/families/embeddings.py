@@ -43,9 +43,11 @@ def _check_encoders(family: Family, parts: Parts, keyword: str) -> None:
     if not missing:
         return
     shapes = ", ".join(f"{name!r}: {told(s)}" for name, s in _shapes(family, parts).items())
+    copied = parts.bundle.manifest.get("copied", [])
+    names = [f"{name} (copied, not converted)" if name in copied else name for name in missing]
     off = "" if keyword == "embeddings" else f", or guidance={family.guidance.off:g}"
     raise MlxconvError(
-        f"{parts.bundle.path}: no {' and no '.join(missing)}, which prompts are read by; convert "
+        f"{parts.bundle.path}: no {' and no '.join(names)}, which prompts are read by; convert "
         f"the checkpoint with it, or pass arrays from Python, {keyword}={{{shapes}}}{off}"
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..bundle import Bundle, LoadedComponent, default_dtype, load_component, read_json
+from ..bundle import Bundle, LoadedComponent, load_component, read_json
 from ..guidance import Guidance
 from ..noise import Generator
 from ..schedulers import Schedule, Scheduler, read_scheduler
@@ -88,7 +88,7 @@ class Parts:
         says that it overflows (`force_upcast`: SDXL)."""
         if self.vae_dtype is not None:
             return self.vae_dtype
-        asked = self.dtype or default_dtype(dict(config))
+        asked = self.dtype or config.get("mlxconv", {}).get("dtype")
         upcast = asked == "bfloat16" or (asked == "float16" and config.get("force_upcast"))
         return "float32" if upcast else self.dtype
 

@@ -1,6 +1,7 @@
 """Stable Diffusion 1 and 2: diffusers 0.42.1, StableDiffusionPipeline.
 
-Also UNets whose guidance was distilled into an input (LCM). The safety checker is not run.
+Also UNets whose guidance was distilled into an input (LCM). The safety checker is not run, which
+a note says.
 """
 
 import math
@@ -40,6 +41,12 @@ def unet_start(parts: Parts, request: Request, generator: Generator, prompt: Inp
     return noise_as(prompt["encoder_hidden_states"].dtype, generator, shape)
 
 
+def _start(parts: Parts, request: Request, generator: Generator, prompt: Inputs) -> mx.array:
+    if any(parts.index.get("safety_checker") or ()):
+        parts.notes.append("the checkpoint's safety_checker is not run")
+    return unet_start(parts, request, generator, prompt)
+
+
 def unet_inputs(parts: Parts, request: Request, prompt: Inputs) -> Inputs:
     """The prompt, and guidance where it is an input: `get_guidance_scale_embedding`."""
     if not distilled(parts):
@@ -66,6 +73,6 @@ def unet_times(parts: Parts, schedule: Schedule) -> Inputs:
 
 STABLE_DIFFUSION = Family(
     "unet", ("text_encoder",), {"encoder_hidden_states": (1, "tokens", "cross_attention_dim")},
-    lambda parts: unet_defaults(parts, 64, 7.5), _encode, unet_start, unet_inputs, _schedule,
+    lambda parts: unet_defaults(parts, 64, 7.5), _encode, _start, unet_inputs, _schedule,
     unet_times, plain_decode, embedded=distilled, latents=lambda x: {"sample": x},
 )  # fmt: skip

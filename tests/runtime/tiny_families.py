@@ -15,6 +15,7 @@ from mlxconv.runtime.families.qwen_image import _TEMPLATE
 from mlxconv.runtime.families.sana import _INSTRUCTION
 
 from ..conftest import SENTENCES, _clip_tokenizer, _save, _t5_tokenizer
+from .test_generate import NEGATIVE, PROMPT
 
 _VOCABULARY = 400
 
@@ -44,9 +45,7 @@ def _index(folder: Path, pipeline: str, **parts: str) -> None:
     (folder / "model_index.json").write_text(json.dumps(data), encoding="utf-8")
 
 
-def _clip(
-    folder: Path, suffix: str, width: int, *, projected: bool = True, **options: Any
-) -> None:
+def _clip(folder: Path, suffix: str, width: int, *, projected: bool = True, **options: Any) -> None:
     tokenizer = _clip_tokenizer(**options)
     _model(
         folder, f"text_encoder{suffix}", f"CLIPTextModel{'WithProjection' if projected else ''}",
@@ -91,9 +90,17 @@ def _qwen_tokenizer(**options: Any) -> Any:
     )
 
 
-def _vae(folder: Path, **changed: Any) -> None:
-    options = {"shift_factor": 0.1, "scaling_factor": 0.5, **changed}
-    _model(folder, "vae", "AutoencoderKL", "flux", **options)
+_TWO_LEVELS = {
+    "block_out_channels": [16, 32],
+    "down_block_types": ["DownEncoderBlock2D"] * 2,
+    "up_block_types": ["UpDecoderBlock2D"] * 2,
+}
+
+
+def _vae(folder: Path, variant: str | None = None, **changed: Any) -> None:
+    """Two pixels a latent."""
+    options = {"scaling_factor": 0.5, **_TWO_LEVELS, **changed}
+    _model(folder, "vae", "AutoencoderKL", variant, **options)
 
 
 def _flow(folder: Path, **options: Any) -> None:
@@ -118,7 +125,7 @@ def stable_diffusion_3(folder: Path) -> None:
     _clip(folder, "_2", 32, pad_token="!")
     _t5(folder, "_3")
     _model(folder, "transformer", "SD3Transformer2DModel", pooled_projection_dim=48, num_layers=2)
-    _vae(folder)
+    _vae(folder, "flux", shift_factor=0.1)
     _flow(folder, shift=3.0)
     _index(
         folder, "StableDiffusion3Pipeline", **_CLIP, **{f"{k}_3": v for k, v in _T5.items()},
@@ -129,7 +136,7 @@ def stable_diffusion_3(folder: Path) -> None:
 def chroma(folder: Path) -> None:
     _t5(folder)
     _model(folder, "transformer", "ChromaTransformer2DModel", in_channels=64)
-    _vae(folder)
+    _vae(folder, "flux", shift_factor=0.1)
     _flow(folder, use_dynamic_shifting=True)
     _index(
         folder, "ChromaPipeline", **_T5, **_FLOW, transformer="diffusers.ChromaTransformer2DModel"
@@ -142,7 +149,7 @@ def pixart_sigma(folder: Path) -> None:
 
     _t5(folder)
     _model(folder, "transformer", "PixArtTransformer2DModel", in_channels=16, out_channels=32)
-    _vae(folder)
+    _vae(folder, "flux", shift_factor=0.1)
     DPMSolverMultistepScheduler().save_pretrained(str(folder / "scheduler"))
     _index(
         folder, "PixArtSigmaPipeline", **_T5, scheduler="diffusers.DPMSolverMultistepScheduler",
@@ -186,7 +193,7 @@ def z_image(folder: Path) -> None:
     tokenizer.save_pretrained(str(folder / "tokenizer"))
     _model(folder, "text_encoder", "Qwen3Model", vocab_size=_VOCABULARY)
     _model(folder, "transformer", "ZImageTransformer2DModel", n_refiner_layers=1)
-    _vae(folder)
+    _vae(folder, "flux", shift_factor=0.1)
     _flow(folder, shift=3.0)
     _index(
         folder, "ZImagePipeline", **_FLOW, tokenizer="transformers.Qwen2Tokenizer",
@@ -256,7 +263,7 @@ def _flux2_denoiser(folder: Path, *, guidance_embeds: bool) -> None:
 
     changed = {"in_channels": 32, "joint_attention_dim": 96, "guidance_embeds": guidance_embeds}
     _model(folder, "transformer", "Flux2Transformer2DModel", **changed)
-    _model(folder, "vae", "AutoencoderKLFlux2")
+    _model(folder, "vae", "AutoencoderKLFlux2", **_TWO_LEVELS)
     (file,) = (folder / "vae").glob("*.safetensors")
     tensors = load_file(file)
     count = len(tensors["bn.running_mean"])
@@ -304,17 +311,13 @@ _UNET = {"unet": "diffusers.UNet2DConditionModel", "vae": "diffusers.Autoencoder
 _BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 
 
-def _small_vae(folder: Path) -> None:
-    _model(folder, "vae", "AutoencoderKL", scaling_factor=0.5)
-
-
 def stable_diffusion(folder: Path) -> None:
     """With options of its scheduler that its pipeline corrects."""
     from diffusers import PNDMScheduler
 
     _clip(folder, "", 32, projected=False)
     _model(folder, "unet", "UNet2DConditionModel", cross_attention_dim=32)
-    _small_vae(folder)
+    _vae(folder)
     PNDMScheduler(skip_prk_steps=True, **_BETAS).save_pretrained(str(folder / "scheduler"))
     _index(
         folder, "StableDiffusionPipeline", **_UNET, scheduler="diffusers.PNDMScheduler",
@@ -330,10 +333,10 @@ def stable_diffusion_xl(folder: Path) -> None:
     _clip(folder, "_2", 32, pad_token="!")
     layers = {"transformer_layers_per_block": [1, 1, 2], "cross_attention_dim": 48}
     _model(folder, "unet", "UNet2DConditionModel", "sdxl", **layers)
-    _small_vae(folder)
-    EulerDiscreteScheduler(
-        timestep_spacing="leading", steps_offset=1, **_BETAS
-    ).save_pretrained(str(folder / "scheduler"))
+    _vae(folder)
+    EulerDiscreteScheduler(timestep_spacing="leading", steps_offset=1, **_BETAS).save_pretrained(
+        str(folder / "scheduler")
+    )
     parts = {**_CLIP, "text_encoder": "transformers.CLIPTextModel"}
     _index(
         folder, "StableDiffusionXLPipeline", **_UNET, **parts,
@@ -345,7 +348,7 @@ def dit(folder: Path) -> None:
     from diffusers import DDIMScheduler
 
     _model(folder, "transformer", "DiTTransformer2DModel")
-    _small_vae(folder)
+    _vae(folder)
     DDIMScheduler(clip_sample=False).save_pretrained(str(folder / "scheduler"))
     _index(
         folder, "DiTPipeline", scheduler="diffusers.DDIMScheduler", vae="diffusers.AutoencoderKL",
@@ -357,10 +360,15 @@ def dit(folder: Path) -> None:
     file.write_text(json.dumps(data), encoding="utf-8")
 
 
-TINY: dict[str, Callable[[Path], None]] = {
-    f.__name__: f for f in (stable_diffusion_3, chroma, pixart_sigma, qwen_image, sana, z_image)
-}
+_ALL = (
+    chroma, dit, flux2, flux2_klein, pixart_sigma, qwen_image, sana, stable_diffusion,
+    stable_diffusion_3, stable_diffusion_xl, z_image,
+)  # fmt: skip
+TINY: dict[str, Callable[[Path], None]] = {f.__name__: f for f in _ALL}
 CALLED_WITH: dict[str, dict[str, Any]] = {
+    "dit": {"class_labels": [281]},
     "sana": {"use_resolution_binning": False},
     "pixart_sigma": {"clean_caption": False, "use_resolution_binning": False},
 }
+SIZES = {"dit": (16, 16), "flux": (64, 32), "sana": (64, 32)}  # pixels; others 32 x 16
+TOKENS = {"flux2": 64, "flux2_klein": 48}  # with their templates; others 16
