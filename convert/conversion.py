@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 from tqdm import tqdm
 
+from mlxconv.runtime.interrupts import check_interrupt
 from mlxconv.runtime.program import CONSTANTS_FILE, PROGRAM_FILE, load_program, to_json
 from mlxconv.runtime.weights import WEIGHTS_STEM
 
@@ -26,7 +27,6 @@ from .bundle_files import (
     write_json,
 )
 from .checkpoint import Component, open_checkpoint
-from .interrupts import check_interrupt
 from .jobs import Job, Options, Run, bundle_bytes, prepare
 from .recipe import RECIPE_FILE, load_recipe_file
 from .report import ComponentReport, ConvertReport

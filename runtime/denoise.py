@@ -12,7 +12,7 @@ from functools import partial
 import mlx.core as mx
 
 from .errors import MlxconvError
-from .schedulers import Schedule, initial_state, model_input
+from .schedulers import Schedule, denoised, initial_state, model_input
 from .schedulers import step as scheduler_step
 
 Model = Callable[[int, mx.array], mx.array]
@@ -37,13 +37,17 @@ class LoopSettings:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a callback learns after a step: `seconds` since the loop began, latents maybe lazy."""
+    """What a callback learns after a step: `seconds` since the loop began, latents maybe lazy.
+
+    clean: the latents at the schedule's end that this step predicts, lazily: for previews.
+    """
 
     step: int
     steps: int
     timestep: float
     latents: mx.array
     seconds: float
+    clean: mx.array
 
 
 Callback = Callable[[Progress], bool | None]
@@ -73,16 +77,16 @@ def denoise(
     began = time.perf_counter()
     for i in range(schedule.calls):
         row = rows[i]
-        output = model(i, scaled(row, latents))
+        output, before = model(i, scaled(row, latents)), latents
         latents, state = advance(row, latents, output, state, *_drawn(noise, i, schedule, latents))
         if settings.evaluate_every and (i + 1) % settings.evaluate_every == 0:
             mx.eval(latents, state)
         if settings.clear_cache_every and (i + 1) % settings.clear_cache_every == 0:
             mx.clear_cache()
         if callback is not None:
-            seconds = time.perf_counter() - began
-            told = Progress(i, schedule.calls, float(schedule.timesteps[i]), latents, seconds)
-            if callback(told) is False:
+            seconds, clean = time.perf_counter() - began, denoised(row, before, output)
+            timestep = float(schedule.timesteps[i])
+            if callback(Progress(i, schedule.calls, timestep, latents, seconds, clean)) is False:
                 break
     mx.eval(latents)
     return latents

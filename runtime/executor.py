@@ -56,14 +56,14 @@ class _Stacked:
     names: tuple[str | None, ...]
 
 
-def _evaluator(arg: Arg, compute: str) -> Callable[[Mapping[str, Any], Lookup], Any]:
+def evaluator(arg: Arg, compute: str) -> Callable[[Mapping[str, Any], Lookup], Any]:
     match arg:
         case Ref(name):
             return lambda values, weight: values[name]
         case Weight(name):
             return lambda values, weight: weight(name)
         case tuple() if any(isinstance(a, (Ref, Weight)) for a in walk(arg)):
-            parts = [_evaluator(a, compute) for a in arg]
+            parts = [evaluator(a, compute) for a in arg]
             return lambda values, weight: [part(values, weight) for part in parts]
         case _:
             return lambda values, weight: arg
@@ -85,7 +85,7 @@ def _arguments(node: Node, compute: str) -> dict[str, Any]:
         elif key == "dtype" and arg == "compute":
             built[key] = lambda values, weight: compute
         else:
-            built[key] = _evaluator(arg, compute)
+            built[key] = evaluator(arg, compute)
     return built
 
 
@@ -114,7 +114,7 @@ def _not_an_op(**_: Any) -> Any:
     raise AssertionError("calls are run by the executor")
 
 
-def _under(weight: Lookup, prefix: str) -> Lookup:
+def under(weight: Lookup, prefix: str) -> Lookup:
     """The look-up of a block: names relative to `prefix` of the caller's look-up."""
 
     def lookup(key: str | _Stacked) -> Any:
@@ -268,7 +268,7 @@ class Executor:
             if not wanted:
                 for name in step.drop:
                     values.pop(name, None)
-        return tuple(_evaluator(a, self.compute)(values, weight) for a in body.outputs)
+        return tuple(evaluator(a, self.compute)(values, weight) for a in body.outputs)
 
     def _step(
         self,
@@ -361,7 +361,7 @@ class Executor:
     ) -> tuple[Any, ...]:
         block = self.program.blocks[args["block"]]
         path = ".".join(p for p in (prefix, args["prefix"]) if p)
-        weight = _under(weight, args["prefix"])
+        weight = under(weight, args["prefix"])
         inputs = list(args["inputs"])
         inner = [t for t in taps if t.startswith(f"{path}.")]
         if self.compile == "block" and not prefix and not inner:

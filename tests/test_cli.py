@@ -263,7 +263,7 @@ def test_an_interrupt_that_a_library_swallows_is_not_lost(
     command = ["mlxconv", "convert", str(flux_checkpoint), "-o", str(tmp_path / "out")]
     code = (
         "import os, signal, sys\n"
-        "from mlxconv.convert.interrupts import remember_interrupts\n"
+        "from mlxconv.runtime.interrupts import remember_interrupts\n"
         "from mlxconv.cli import main\n"
         "remember_interrupts()\n"
         "try: os.kill(os.getpid(), signal.SIGINT)\n"

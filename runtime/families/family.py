@@ -20,7 +20,8 @@ Inputs = Mapping[str, Any]
 class Request:
     """One generation: pixels, and how far the prompt pulls. `cfg`: true classifier-free guidance,
     where the model has one of its own in `guidance`. guided: whether a negative prompt is read.
-    conditioning: see `Family`."""
+    conditioning: see `Family`. sigmas, timesteps: noise levels of the caller's own, for so many
+    steps."""
 
     prompt: str
     width: int
@@ -34,6 +35,14 @@ class Request:
     tokens: int | None = None
     guided: bool = False
     conditioning: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    sigmas: Sequence[float] | None = None
+    timesteps: Sequence[float] | None = None
+
+    @property
+    def spacing(self) -> dict[str, Any]:
+        """What `make_schedule` is asked for: so many steps, or the caller's own levels."""
+        own = {"sigmas": self.sigmas, "timesteps": self.timesteps}
+        return {k: v for k, v in own.items() if v is not None} or {"steps": self.steps}
 
 
 @dataclass(frozen=True)
@@ -50,9 +59,12 @@ class Defaults:
 class Parts:
     """A bundle's components, tokenizers and scheduler, each opened when it is asked for."""
 
-    def __init__(self, bundle: Bundle, dtype: str | None = None) -> None:
-        self.bundle, self.dtype = bundle, dtype
+    def __init__(
+        self, bundle: Bundle, dtype: str | None = None, vae_dtype: str | None = None
+    ) -> None:
+        self.bundle, self.dtype, self.vae_dtype = bundle, dtype, vae_dtype
         self.notes: list[str] = []  # what a user should know of the last prompt
+        self.instead: dict[str, Any] = {}  # what stands in for a component: see `decoders`
         self._loaded: dict[str, LoadedComponent] = {}
 
     def has(self, name: str) -> bool:
@@ -61,15 +73,24 @@ class Parts:
 
     def component(self, name: str) -> LoadedComponent:
         """A component, kept until it is released."""
+        if name in self.instead:
+            return self.instead[name]  # type: ignore[no-any-return]
         if name not in self._loaded:
             self._loaded[name] = load_component(self.bundle.path, name, dtype=self._dtype(name))
         return self._loaded[name]
 
     def _dtype(self, name: str) -> str | None:
-        """float32 where a VAE overflows in float16 and its configuration says so (SDXL)."""
-        config = self.config(name)
-        dtype = self.dtype or config.get("mlxconv", {}).get("dtype")
-        return "float32" if dtype == "float16" and config.get("force_upcast") else self.dtype
+        return self.precise_enough(self.config(name)) if name == "vae" else self.dtype
+
+    def precise_enough(self, config: Mapping[str, Any]) -> str | None:
+        """The precision of a VAE's activations: `vae_dtype`, else float32 instead of bfloat16, in
+        which pictures lose several levels of 255, and instead of float16 where its configuration
+        says that it overflows (`force_upcast`: SDXL)."""
+        if self.vae_dtype is not None:
+            return self.vae_dtype
+        asked = self.dtype or config.get("mlxconv", {}).get("dtype")
+        upcast = asked == "bfloat16" or (asked == "float16" and config.get("force_upcast"))
+        return "float32" if upcast else self.dtype
 
     def release(self, name: str) -> None:
         """Let a component's weights go."""
@@ -79,6 +100,8 @@ class Parts:
 
     def config(self, name: str) -> dict[str, Any]:
         """A component's configuration, without loading it."""
+        if name in self.instead:
+            return dict(self.instead[name].config)
         return read_json(self.bundle.component(name) / "config.json")
 
     @cached_property

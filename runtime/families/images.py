@@ -93,10 +93,10 @@ def flow_schedule(scheduler: Scheduler, request: Request, latents: mx.array) -> 
 
 def shifted_flow(scheduler: Scheduler, request: Request, mu: float | None) -> Schedule:
     """From 1 to 1 / steps, shifted by mu."""
-    if "use_flow_sigmas" in scheduler.options:  # another solver: it has sigmas of its own
-        return make_schedule(scheduler, request.steps, mu=mu)
-    sigmas = np.linspace(1.0, 1 / request.steps, request.steps)
-    return make_schedule(scheduler, mu=mu, sigmas=sigmas.tolist())
+    asked = request.spacing
+    if "use_flow_sigmas" not in scheduler.options and "steps" in asked:
+        asked = {"sigmas": np.linspace(1.0, 1 / request.steps, request.steps).tolist()}
+    return make_schedule(scheduler, mu=mu, **asked)  # another solver has sigmas of its own
 
 
 def flow_times(parts: Parts, schedule: Schedule) -> Inputs:
@@ -111,7 +111,7 @@ def own_times(parts: Parts, schedule: Schedule) -> Inputs:
 
 def own_schedule(scheduler: Scheduler, request: Request, latents: mx.array) -> Schedule:
     """So many steps, spaced as the scheduler does."""
-    return make_schedule(scheduler, request.steps)
+    return make_schedule(scheduler, **request.spacing)
 
 
 def mean_of(output: mx.array, latents: mx.array) -> mx.array:

@@ -63,7 +63,7 @@ def _schedule(scheduler: Scheduler, request: Request, latents: mx.array) -> Sche
     corrected = {"steps_offset": 1, "clip_sample": False}
     known = {k: v for k, v in corrected.items() if k in scheduler.options}
     scheduler = replace(scheduler, options={**scheduler.options, **known})
-    return make_schedule(scheduler, request.steps)
+    return make_schedule(scheduler, **request.spacing)
 
 
 def unet_times(parts: Parts, schedule: Schedule) -> Inputs:

@@ -39,7 +39,7 @@ def _encode(parts: Parts, prompt: str, request: Request) -> Inputs:
 
 def _schedule(scheduler: Scheduler, request: Request, latents: mx.array) -> Schedule:
     tokens = (latents.shape[2] // _PATCH) * (latents.shape[3] // _PATCH)
-    return make_schedule(scheduler, request.steps, mu=shift_for(scheduler, tokens))
+    return make_schedule(scheduler, **request.spacing, mu=shift_for(scheduler, tokens))
 
 
 STABLE_DIFFUSION_3 = Family(

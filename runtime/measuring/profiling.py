@@ -10,8 +10,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,11 @@ from ..bundle import LoadedComponent, is_bundle, load_component, open_bundle
 from ..denoise import denoise
 from ..errors import MlxconvError
 from ..executor import observed
+from ..phases import Phases, phase_table, told_bytes
 from ..program import Node
 from ..schedulers import make_schedule, scheduler_of
-from ..staging import Prepared, Staged
+from ..staging import Staged
+from ..tiling import DEFAULT_WORK, in_strips
 from .bench import Settings, describe, machine_line, run_apart, with_component
 from .examples import Example, Sizes, make_example, text_sizes
 from .flops import flops_of, gemms_of
@@ -39,50 +40,28 @@ _TIMES = 3  # uncompiled steps, and steps node by node, that are measured
 # ---- the phases ---------------------------------------------------------------------------------
 
 
-@dataclass
-class _Clock:
-    """Seconds and peak memory of each phase; `wall` is from the first to the last."""
-
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    peaks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
-    began: float = field(default_factory=time.perf_counter)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        mx.reset_peak_memory()
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] += time.perf_counter() - began
-            self.peaks[name] = max(self.peaks[name], mx.get_peak_memory())
-
-    @property
-    def wall(self) -> float:
-        return time.perf_counter() - self.began
-
-
 def measure(settings: Settings) -> dict[str, Any]:
     """All figures, in this process: phases first, then inside the step."""
     left_out: dict[str, str] = {}
-    clock = _Clock()
+    clock = Phases()
     _encode(settings, clock, left_out)
-    steps = _steps(settings, clock)
+    steps, held = _steps(settings, clock)
     _decode(settings, clock, left_out)
     wall = clock.wall
-    phases = {name: clock.seconds[name] for name in PHASES}
+    phases = {name: clock.seconds.get(name, 0.0) for name in PHASES}
     return {
         "seconds": {**phases, "total": wall},
         "accounted": sum(phases.values()) / wall,
         "step_median": statistics.median(steps),
-        "peak_bytes": clock.peaks,
+        "peak_bytes": {name: clock.peak_bytes.get(name, 0) for name in PHASES},
+        "resident_weight_bytes": held,
         "left_out": left_out,
         "inside": inside_step(settings),
         "peak_rss_bytes": peak_rss_bytes(),
     }
 
 
-def _encode(settings: Settings, clock: _Clock, left_out: dict[str, str]) -> None:
+def _encode(settings: Settings, clock: Phases, left_out: dict[str, str]) -> None:
     names = _components(settings, lambda name: name.startswith("text_encoder"))
     if not names:
         left_out["encode"] = "no text encoder in the bundle"
@@ -102,14 +81,16 @@ def _encode(settings: Settings, clock: _Clock, left_out: dict[str, str]) -> None
             component.executor.weights.release()
 
 
-def _steps(settings: Settings, clock: _Clock) -> list[float]:
-    """The loop, as a generation runs it; seconds of each step but the first."""
+def _steps(settings: Settings, clock: Phases) -> tuple[list[float], dict[str, int]]:
+    """The loop, as a generation runs it: seconds of each step but the first, and the bytes of the
+    denoiser's weights that are read before it and held in it."""
     with clock.phase("load"):
         component = _load(settings, settings.component)
         example = denoiser_example(settings, component)
         latents = example.latents()
     with clock.phase("prepare"):
-        prepared = _prepared(component, example, settings.compile)
+        staged = _staged(component, example, settings.compile)
+        prepared = staged.prepare(example.inputs, example.schedule)
     with clock.phase("first_step"):
         _compute(prepared(0, **example.moved(latents)))
     ends: list[float] = []
@@ -122,10 +103,12 @@ def _steps(settings: Settings, clock: _Clock) -> list[float]:
     with clock.phase("step"):
         schedule = make_schedule(scheduler_of(EULER), settings.steps)
         denoise(model, latents, schedule, callback=lambda p: ends.append(p.seconds))
-    return [b - a for a, b in zip([0.0, *ends], ends)]
+    sizes = staged.weight_bytes()
+    held = {"prepare": sizes["all"], "loop": sizes["step"]}
+    return [b - a for a, b in zip([0.0, *ends], ends)], held
 
 
-def _decode(settings: Settings, clock: _Clock, left_out: dict[str, str]) -> None:
+def _decode(settings: Settings, clock: Phases, left_out: dict[str, str]) -> None:
     names = _components(settings, lambda name: name.startswith(("vae", "vqvae", "movq")))
     if not names:
         left_out["decode"] = "no VAE in the bundle"
@@ -137,7 +120,7 @@ def _decode(settings: Settings, clock: _Clock, left_out: dict[str, str]) -> None
     except MlxconvError as error:
         left_out["decode"] = str(error)
         return
-    with clock.phase("decode"):
+    with clock.phase("decode"), in_strips(component, DEFAULT_WORK):
         _compute(component.executor("decode", **example.at_step(0)))
 
 
@@ -148,9 +131,8 @@ def denoiser_example(settings: Settings, component: LoadedComponent) -> Example:
     return _example(component, name, sizes, settings.steps)
 
 
-def _prepared(component: LoadedComponent, example: Example, compile: str) -> Prepared:
-    staged = Staged(component, example.entry.name, compile=compile)
-    return staged.prepare(example.inputs, example.schedule)
+def _staged(component: LoadedComponent, example: Example, compile: str) -> Staged:
+    return Staged(component, example.entry.name, compile=compile)
 
 
 def _load(settings: Settings, name: str | None) -> LoadedComponent:
@@ -229,7 +211,8 @@ def inside_step(settings: Settings) -> dict[str, Any]:
     """Seconds of an uncompiled step by block and by op, whose sum is that step's."""
     component = _load(settings, settings.component)
     example = denoiser_example(replace(settings, steps=1), component)
-    prepared = _prepared(component, example, "off")
+    staged = _staged(component, example, "off")
+    prepared = staged.prepare(example.inputs, example.schedule)
     given = example.moved(example.latents())
 
     def step() -> float:
@@ -306,14 +289,12 @@ class ProfileReport:
 
 
 def _phase_lines(found: dict[str, Any]) -> list[str]:
-    seconds, peaks = found["seconds"], found["peak_bytes"]
-    total = seconds["total"]
-    lines = [f"{'phase':12}{'seconds':>10}{'share':>8}{'peak GB':>10}"]
-    lines += [
-        f"{name:12}{seconds[name]:10.3f}{seconds[name] / total:8.1%}{peaks[name] / 1e9:10.3f}"
-        for name in PHASES
+    seconds, held = found["seconds"], found["resident_weight_bytes"]
+    return [
+        *phase_table(PHASES, seconds, found["peak_bytes"], seconds["total"]),
+        f"weights of the denoiser: {told_bytes(held['loop'])} of {told_bytes(held['prepare'])} in "
+        "the loop",
     ]
-    return [*lines, f"{'wall clock':12}{total:10.3f}{found['accounted']:8.1%} accounted for"]
 
 
 def _spent_lines(kind: str, rows: list[dict[str, Any]]) -> list[str]:

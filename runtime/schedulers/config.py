@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MlxconvError
+from .names import KNOWN, parsed
 from .table import FOREIGN, SCHEDULERS, Row
 
 CONFIG = "scheduler_config.json"
@@ -22,6 +23,7 @@ _FAMILIES = {
     "LTXEuler": "flow",
     "Helios": "flow",
 }
+_SPACINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
 _SYNONYMS = {"shift": "flow_shift", "flow_shift": "shift"}
 
 
@@ -66,9 +68,13 @@ def read_scheduler(folder: str | Path, name: str | None = None) -> Scheduler:
 
 
 def scheduler_of(
-    config: Mapping[str, Any], *, source: str = CONFIG, name: str | None = None
+    config: Mapping[str, Any],
+    *,
+    source: str = CONFIG,
+    name: str | None = None,
+    changed: Mapping[str, Any] | None = None,
 ) -> Scheduler:
-    """As `read_scheduler`, of a config as a dict."""
+    """As `read_scheduler`, of a config as a dict. changed: options that replace those in it."""
     stored = config.get("_class_name")
     if not isinstance(stored, str):
         raise MlxconvError(f"{source}: expected a class under _class_name, found {stored!r}")
@@ -78,6 +84,9 @@ def scheduler_of(
     row = SCHEDULERS[name]
     if name != stored:
         options = _translated(options, row, family)
+    if changed:
+        options = {**_without_rivals(options, changed), **changed}
+        _check_known(changed, row, name, source)
     if options.get("invert_sigmas") and "invert_sigmas" not in row.options:
         raise MlxconvError(f"{source}: {name} cannot run time backwards, as invert_sigmas asks")
     return Scheduler(name, _checked(options, row, name, source), config, source)
@@ -86,11 +95,13 @@ def scheduler_of(
 def with_class(scheduler: Scheduler, name: str) -> Scheduler:
     """Another class with the same options: diffusers' `from_config`.
 
-    What the file holds is kept where the new class knows it; the rest takes the new defaults.
-    Unlike diffusers, a flow stays a flow: DPM-Solver and UniPC then take flow sigmas, and `shift`
-    is called `flow_shift` there.
+    name: a class, whole or short, or a name such as `DPM++ 2M Karras`; options may follow it, as
+    `NAME:use_karras_sigmas=true,solver_order=3` (`names.parsed`). What the file holds is kept
+    where the new class knows it; the rest takes the new defaults. Unlike diffusers, a flow stays a
+    flow: DPM-Solver and UniPC then take flow sigmas, and `shift` is called `flow_shift` there.
     """
-    return scheduler_of(scheduler.config, source=scheduler.source, name=name)
+    name, changed = parsed(name)
+    return scheduler_of(scheduler.config, source=scheduler.source, name=name, changed=changed)
 
 
 def fitting(family: str) -> list[str]:
@@ -118,15 +129,36 @@ def _family(name: str, options: Mapping[str, Any]) -> str:
 def _fitting(name: str, family: str, source: str) -> str:
     """The class, by its full name or without `Scheduler`, `Discrete` and `Multistep`."""
     short = {_short(known): known for known in SCHEDULERS}
-    found = name if name in SCHEDULERS else short.get(_short(name))
+    ways = [short.get(_short(name))] if name not in SCHEDULERS else [name]
+    if family == "flow" and name not in SCHEDULERS:  # `euler` of a flow is FlowMatchEuler
+        ways = [short.get("flowmatch" + _short(name)), *ways]
+    found = next((way for way in ways if way), None)
     fits = ", ".join(fitting(family))
     if found is None:
-        raise MlxconvError(f"{source}: scheduler {name} is not supported; those that fit: {fits}")
+        raise MlxconvError(
+            f"{source}: scheduler {name} is not supported; those that fit: {fits}; {KNOWN}"
+        )
     if family not in SCHEDULERS[found].families:
         raise MlxconvError(
             f"{source}: {found} does not fit a {family} model; those that fit: {fits}"
         )
     return found
+
+
+def _without_rivals(options: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    """The options without a spacing of sigmas that a new one takes the place of."""
+    if not any(changed.get(key) for key in _SPACINGS):
+        return dict(options)
+    return {key: value for key, value in options.items() if key not in _SPACINGS}
+
+
+def _check_known(changed: Mapping[str, Any], row: Row, name: str, source: str) -> None:
+    unknown = sorted(set(changed) - set(row.options))
+    if unknown:
+        raise MlxconvError(
+            f"{source}: {name} has no option {', '.join(unknown)}; it has: "
+            f"{', '.join(sorted(row.options))}"
+        )
 
 
 def _short(name: str) -> str:
@@ -201,8 +233,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_exclusive(options: Mapping[str, Any], where: str) -> None:
-    spacings = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
-    asked = [key for key in spacings if options.get(key)]
+    asked = [key for key in _SPACINGS if options.get(key)]
     if len(asked) > 1:
         raise MlxconvError(f"{where}: {' and '.join(asked)} exclude each other: set one")
     if options.get("num_train_timesteps", 1) < 1:

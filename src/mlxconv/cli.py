@@ -15,8 +15,8 @@ from typing import Any
 import click
 
 from . import __version__
-from .convert.interrupts import remember_interrupts
 from .runtime.errors import MlxconvError
+from .runtime.interrupts import remember_interrupts
 
 _INTERRUPTED = 130
 
@@ -292,6 +292,19 @@ def add_size(
     _emit(as_json, {"bundle": bundle, "component": component, "sizes": have}, f"sizes: {have}")
 
 
+class _Numbers(click.ParamType):  # type: ignore[type-arg]
+    name = "N,N,..."
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[float, ...]:
+        """`1.0,0.7,0.3` -> numbers."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(float(item) for item in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not numbers with commas between, as 1.0,0.7", param, ctx)
+
+
 @cli.command()
 @click.argument("bundle")
 @click.argument("prompt")
@@ -310,9 +323,23 @@ def add_size(
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--count", type=int, default=1, show_default=True, help="How many pictures.")
 @click.option("--tokens", type=int, help="Of the longest text encoder. [default: the pipeline's]")
-@click.option("--scheduler", metavar="CLASS", help="Instead of the checkpoint's.")
+@click.option("--scheduler", metavar="NAME",
+              help="Instead of the checkpoint's: a class, or a name such as 'DPM++ 2M Karras'; "
+              "NAME:option=value,... sets options.")  # fmt: skip
+@click.option("--sigmas", type=_Numbers(), help="A schedule of your own: falling noise levels.")
+@click.option("--timesteps", type=_Numbers(), help="The same, as timesteps.")
+@click.option("--decoder", metavar="tiny|PATH",
+              help="A tiny autoencoder instead of the VAE: the bundle's tiny_vae, or a converted "
+              "one.")  # fmt: skip
+@click.option("--tile", default="auto", show_default=True, metavar="auto|off|MIB",
+              help="Decode large pictures in strips of rows, of so many MiB at once.")  # fmt: skip
+@click.option("--preview", type=click.Path(path_type=Path, dir_okay=False), metavar="PNG",
+              help="Write the picture that each step predicts.")  # fmt: skip
+@click.option("--warmup", is_flag=True, help="Make a picture of one step before, untimed.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
               help="Precision of the run. [default: the bundle's]")  # fmt: skip
+@click.option("--vae-dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
+              help="Precision of the decoder. [default: float32 instead of bfloat16]")  # fmt: skip
 @_common
 def generate(
     bundle: str, prompt: str, out: Path, size: tuple[int, int] | None, dtype: str | None,
@@ -324,7 +351,7 @@ def generate(
 
     width, height = size or (None, None)
     report = run(bundle, prompt, out, dtype=dtype, width=width, height=height, **options)
-    _emit(as_json, report.as_json(), report.as_text())
+    _emit(as_json, report.as_json(), report.as_text(verbose))
 
 
 @cli.group()

@@ -16,6 +16,7 @@ from PIL import Image
 
 from mlxconv.cli import cli
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.generation import PHASES
 from mlxconv.runtime.pipeline import Pipeline, load
 
 from ..conftest import Bundles
@@ -103,14 +104,25 @@ def test_several_pictures_are_those_of_one_batch(pipe: Pipeline, pipeline_checkp
     assert [image.size for image in ours.images] == [(48, 32)] * 3
 
 
+def test_several_pictures_need_the_memory_of_one(pipe: Pipeline) -> None:
+    asked: dict[str, Any] = {**SIZE, "steps": 1, "tokens": TOKENS}
+    one, eight = (pipe(PROMPT, **asked, count=n).peak_bytes for n in (1, 8))
+    latents = 8 * 6 * 64 * 4 * 3  # bytes: starts, ends and steps of seven more
+    for phase in ("first_step", "steps", "decode"):
+        assert eight[phase] < 1.02 * one[phase] + latents
+
+
 @pytest.mark.parametrize("q", ["bf16", "4bit"])
 def test_other_precisions_make_pictures(pipeline_bundle: Bundles, q: str) -> None:
     made = load(pipeline_bundle(q))(PROMPT, **SIZE, steps=2, tokens=TOKENS)
     assert np.isfinite(made.pixels).all()
     assert made.pixels.std() > 0.01
     assert set(made.seconds) == {
-        "encode", "prepare", "first_step", "step_median", "decode", "total"
+        "encode", "prepare", "first_step", "steps", "step_median", "decode", "total"
     }  # fmt: skip
+    parts = ("encode", "prepare", "first_step", "steps", "decode")
+    assert sum(made.seconds[part] for part in parts) <= made.seconds["total"]
+    assert set(made.peak_bytes) == set(parts)
     assert made.weight_bytes["loop"] < 0.73 * made.weight_bytes["prepare"]
 
 
@@ -169,10 +181,27 @@ def test_the_command_writes_pictures_and_says_what_it_took(
     assert data["images"] == [str(tmp_path / f"cat-{i}.png") for i in range(2)]
     assert [Image.open(file).size for file in data["images"]] == [(48, 32)] * 2
     assert set(data["seconds"]) == {
-        "load", "encode", "prepare", "first_step", "step_median", "decode", "total"
+        "load", "encode", "prepare", "first_step", "steps", "step_median", "decode", "total",
     }  # fmt: skip
+    assert data["peak_bytes"]["mlx"] == max(
+        data["peak_bytes"][phase] for phase in PHASES if phase in data["peak_bytes"]
+    )
     assert json.loads(Image.open(data["images"][0]).text["mlxconv"])["prompt"] == PROMPT
     assert sorted(p.name for p in tmp_path.iterdir()) == ["cat-0.png", "cat-1.png"]
+
+
+def test_a_table_tells_each_phase(pipeline_bundle: Bundles, tmp_path: Path) -> None:
+    out = tmp_path / "cat.png"
+    command = ["generate", str(pipeline_bundle("4bit")), PROMPT, "-o", str(out), "-v"]
+    done = CliRunner().invoke(cli, [*command, "--size", "48x32", "--steps", "3", "--tokens", "16"])
+    lines = done.stderr.splitlines()
+    assert lines[0] == str(out)
+    head = next(number for number, line in enumerate(lines) if line.startswith("phase"))
+    table = {line[:12].strip(): line[12:].split() for line in lines[head + 1 : -2]}
+    names = [phase.replace("_", " ") for phase in PHASES if phase not in ("warmup", "preview")]
+    assert [name for name in table if name in names] == names
+    shares = [float(row[1].rstrip("%")) for name, row in table.items() if name != "total"]
+    assert sum(shares) == pytest.approx(100, abs=1)
 
 
 def test_a_prompt_that_is_cut_is_told(pipe: Pipeline) -> None:

@@ -70,6 +70,77 @@ def test_another_class_takes_the_options_that_from_config_gives_it(name: str) ->
     }
 
 
+SDE = {"algorithm_type": "sde-dpmsolver++"}
+TRAILING = {"timestep_spacing": "trailing"}
+NAMES: list[tuple[str, str, dict[str, Any]]] = [
+    ("DPM++ 2M Karras", "DPMSolverMultistepScheduler", {"use_karras_sigmas": True}),
+    ("dpm++2m-karras", "DPMSolverMultistepScheduler", {"use_karras_sigmas": True}),
+    ("dpm++_2m_sde", "DPMSolverMultistepScheduler", SDE),
+    ("DPM++ 2M SDE Karras", "DPMSolverMultistepScheduler", {**SDE, "use_karras_sigmas": True}),
+    ("DPM++ 3M", "DPMSolverMultistepScheduler", {"solver_order": 3}),
+    ("Euler a", "EulerAncestralDiscreteScheduler", {}),
+    ("Euler sgm_uniform", "EulerDiscreteScheduler", TRAILING),
+    ("euler trailing", "EulerDiscreteScheduler", TRAILING),
+    ("DDIM trailing", "DDIMScheduler", TRAILING),
+    ("UniPC Karras", "UniPCMultistepScheduler", {"use_karras_sigmas": True}),
+    ("LCM", "LCMScheduler", {}),
+    ("PLMS", "PNDMScheduler", {"skip_prk_steps": True}),
+    ("DPMSolverMultistepScheduler:use_karras_sigmas=True,solver_order=3",
+     "DPMSolverMultistepScheduler", {"use_karras_sigmas": True, "solver_order": 3}),
+    ("unipc:final_sigmas_type=sigma_min", "UniPCMultistepScheduler",
+     {"final_sigmas_type": "sigma_min"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "name", "options"), NAMES, ids=[n[0] for n in NAMES])
+def test_a_usual_name_is_from_config_with_its_options(
+    text: str, name: str, options: dict[str, Any]
+) -> None:
+    theirs = getattr(diffusers, name).from_config(SD15, **options)
+    ours = with_class(scheduler_of(SD15), text)
+    known = {k: v for k, v in ours.options.items() if k in theirs.config}
+    assert ours.name == name
+    assert {k: list(v) if isinstance(v, tuple) else v for k, v in known.items()} == {
+        k: theirs.config[k] for k in known
+    }
+    theirs.set_timesteps(6)
+    schedule = make_schedule(ours, 6)
+    assert schedule.timesteps.tolist() == pytest.approx(theirs.timesteps.tolist(), rel=1e-6)
+    if hasattr(theirs, "sigmas") and name != "LCMScheduler":
+        levels = theirs.sigmas.tolist()
+        assert schedule.sigmas.tolist() == pytest.approx(levels[: len(schedule.sigmas)], rel=1e-5)
+
+
+def test_a_usual_name_takes_the_place_of_the_file_s_spacing() -> None:
+    beta = with_class(scheduler_of(SD15), "DPM++ 2M beta")
+    config = {**SD15, **beta.options, "_class_name": beta.name}
+    karras = with_class(scheduler_of(config), "DPM++ 2M Karras")
+    assert (karras.options["use_beta_sigmas"], karras.options["use_karras_sigmas"]) == (False, True)
+
+
+def test_of_a_flow_short_names_are_its_own_classes() -> None:
+    flux = scheduler_of({"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0})
+    karras = with_class(flux, "Euler Karras")
+    assert karras.name == "FlowMatchEulerDiscreteScheduler"
+    assert (karras.options["use_karras_sigmas"], karras.options["shift"]) == (True, 3.0)
+    assert with_class(flux, "heun").name == "FlowMatchHeunDiscreteScheduler"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("foo karras", "scheduler foo is not supported; those that fit: .*known names: dpm"),
+        ("ddim:eta", "'eta' is not option=value"),
+        ("DPM++ 2M:order=2", "has no option order; it has: algorithm_type"),
+        ("DPM++ 2M:solver_order=7", "solver_order 7 is not supported; supported: 1, 2, 3"),
+        ("Euler a Karras", "has no option use_karras_sigmas"),
+    ],
+)
+def test_a_name_that_is_none_says_which_there_are(text: str, says: str) -> None:
+    with pytest.raises(MlxconvError, match=says):
+        with_class(scheduler_of(SD15), text)
+
+
 def test_options_of_other_classes_are_listed_as_unused() -> None:
     assert scheduler_of(SD15).unused == {"clip_sample": False}
 
