@@ -182,7 +182,9 @@ def _check(
         from .report_page import check_place
 
         check_place(Path(page))
-    options = ", ".join(f"--{name.removesuffix('s') if name == 'prompts' else name}" for name in asked)
+    options = ", ".join(
+        f"--{name.removesuffix('s') if name == 'prompts' else name}" for name in asked
+    )
     if asked and page is None and tier not in PIPELINE_TIERS:
         raise MlxconvError(
             f"{options}: of pictures, which --tier {tier} does not make; add --tier image, "

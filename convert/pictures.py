@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
+from functools import cached_property, partial
 from typing import Any
 
 import diffusers
@@ -235,7 +234,7 @@ def trajectory_rows(compared: Compared, threshold: float | None) -> list[Row]:
     rows: list[Row] = []
     for i in range(count):
         name = f"{compared.label}step {i + 1} of {count}"
-        rows += _rows("trajectory", name, compared, threshold, lambda run, i=i: run.latents[i])
+        rows += _rows("trajectory", name, compared, threshold, partial(_latents, i))
     return rows
 
 
@@ -249,6 +248,10 @@ def image_rows(compared: Compared, threshold: float | None) -> list[Row]:
     flat = compared.exact.pixels.std() < 1 / 255
     note = "the picture is of one colour: it says little" if flat else ""
     return [replace(r, note=", ".join(filter(None, (r.note, note)))) for r in rows]
+
+
+def _latents(step: int, run: Run) -> Array:
+    return run.latents[step]
 
 
 def _pixels(run: Run) -> Array:

@@ -168,7 +168,7 @@ class _Dim(click.ParamType):  # type: ignore[type-arg]
 @click.option("--guidance", type=float, help="guidance_scale. [default: the pipeline's]")
 @click.option("--report", "page", type=click.Path(path_type=Path, dir_okay=False),
               metavar="FILE.html",
-              help="Write a page with blocks, and pictures where SOURCE is a whole pipeline.")  # fmt: skip
+              help="Write a page: blocks too, and pictures if SOURCE is a pipeline.")  # fmt: skip
 @_common
 def verify(
     bundle: str, against: str, dims: tuple[tuple[str, int], ...], as_json: bool, verbose: bool,
