@@ -290,10 +290,10 @@ def _heat_map(caption: str, a: Array, b: Array) -> str:
         top = float(finite.max()) if finite.size and finite.max() else 1.0
         image, scale = np.minimum(gaps / top, 1), f"{top:.2g}"
         levels = f"{255 * top:.2g} of 255 levels"
-    picture = _data_uri(_coloured(image))
+    picture, alt = _data_uri(_coloured(image)), f"{caption}, heat map; largest {scale}, {levels}"
     return (
-        f'<figure><img class="map{_small(a)}" src="{picture}" '
-        f'alt="{escape(f"{caption}, heat map; largest {scale}, {levels}")}"><figcaption>{_bold(caption)}'
+        f'<figure><img class="map{_small(a)}" src="{picture}" alt="{escape(alt)}">'
+        f"<figcaption>{_bold(caption)}"
         f'<span class="scale"><span>0</span><span>{scale}</span></span>{levels}'
         "</figcaption></figure>"
     )
