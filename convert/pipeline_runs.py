@@ -129,19 +129,32 @@ def _media(cls: type) -> list[str]:
 def load_pipeline(checkpoint: Checkpoint, dtypes: Mapping[str, str], variant: str | None) -> Any:
     """diffusers' pipeline on the CPU; a dtype a component, that of the others as "default"."""
     cls: Any = pipeline_class(checkpoint)
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
     try:
-        pipe = cls.from_pretrained(
-            str(checkpoint.path), local_files_only=True, variant=variant,
-            dtype={name: getattr(torch, dtype) for name, dtype in dtypes.items()},
-        )  # fmt: skip
+        with _without_bars():
+            pipe = cls.from_pretrained(
+                str(checkpoint.path), local_files_only=True, variant=variant,
+                dtype={name: getattr(torch, dtype) for name, dtype in dtypes.items()},
+            )  # fmt: skip
     except Exception as error:  # diffusers and transformers raise many kinds
         raise MlxconvError(
             f"{checkpoint.path}: diffusers cannot load the pipeline ({_first_line(error)})"
         ) from error
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Loading without progress bars, of libraries that show some."""
+    found = (diffusers.utils.logging, transformers.utils.logging)
+    shown = [library for library in found if library.is_progress_bar_enabled()]
+    for library in shown:
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library in shown:
+            library.enable_progress_bar()
 
 
 def run_pipeline(

@@ -146,7 +146,8 @@ def test_no_value_becomes_markup(shown: Page) -> None:
 
 
 def test_it_asks_nothing_of_a_network(shown: Page) -> None:
-    assert not re.search(r"https?:|//[a-z]", shown.source)
+    markup = re.sub(r"data:image/png;base64,[\w+/=]+", "", shown.source)
+    assert not re.search(r"https?:|//[a-z]", markup)
     assert not [a for _, a in shown.elements if "href" in a]
     assert not re.search(r"@import|url\(", shown.source)
     (policy,) = shown.all("meta", **{"http-equiv": "Content-Security-Policy"})
@@ -193,7 +194,7 @@ def test_a_failure_says_where_it_begins() -> None:
     report.begins_at["vae"] = "decoder.<b>"
     shown = Page(page(report, SIZES, ""))
     assert shown.text("strong") == "FAILED"
-    assert "1 of 9 judged comparisons are not" in shown.text("p")
+    assert "1 of 8 judged comparisons are not" in shown.text("p")
     assert "decoder.<b>" in shown.text("code")
     assert "not finite" in shown.text("td")
 
