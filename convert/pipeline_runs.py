@@ -172,8 +172,9 @@ def run_pipeline(
         except Exception as error:  # whatever a pipeline raises for what it cannot do
             media = _media(cls)
             wants = f"; it takes {', '.join(media)}, which verify has none of" if media else ""
+            dtype = str(getattr(pipe, "dtype", "")).removeprefix("torch.")
             raise MlxconvError(
-                f"{cls.__name__}: diffusers cannot run it from a prompt ({_first_line(error)})"
+                f"{cls.__name__}: diffusers cannot run it in {dtype} ({_first_line(error)})"
                 f"{wants}; use --tier forward or block"
             ) from error
     return Run(_pixels(result), latents)

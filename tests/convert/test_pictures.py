@@ -197,18 +197,20 @@ def test_noise_is_drawn_once_and_given_again_in_another_precision() -> None:
     assert torch.randn(1).shape == (1,)  # torch's own again
 
 
-@pytest.mark.parametrize("q", ["fp32", "bf16"])
-def test_a_pipeline_without_prompts_and_with_noise_at_each_step(q: str, tmp_path: Path) -> None:
-    unet, scheduler = tiny("UNet2DModel"), diffusers.DDPMScheduler()
+def test_a_pipeline_without_prompts_and_with_noise_at_each_step(tmp_path: Path) -> None:
+    unet, scheduler = tiny("UNet2DModel", sample_size=16), diffusers.DDPMScheduler()
     diffusers.DDPMPipeline(unet, scheduler).save_pretrained(tmp_path / "source")
-    convert(tmp_path / "source", tmp_path / q, q)
-    report = verify(tmp_path / q, tmp_path / "source", tier="trajectory", steps=3)
+    convert(tmp_path / "source", tmp_path / "fp32", "fp32")
+    sides = tmp_path / "fp32", tmp_path / "source"
+    report = verify(*sides, tier="trajectory", steps=3)
     assert report.passed, report.as_text()
     assert [row.name for row in rows_of(report, "trajectory")] == [
         "step 1 of 3", "step 2 of 3", "step 3 of 3"
     ]  # fmt: skip
     with pytest.raises(MlxconvError, match="DDPMPipeline: takes no guidance_scale, which --guid"):
-        verify(tmp_path / q, tmp_path / "source", tier="image", guidance=3.0)
+        verify(*sides, tier="image", guidance=3.0)
+    with pytest.raises(MlxconvError, match="DDPMPipeline: diffusers cannot run it in bfloat16"):
+        verify(*sides, tier="image", dtype="bfloat16")
 
 
 def test_videos_are_pictures_and_sounds_are_not() -> None:
@@ -231,9 +233,12 @@ def test_videos_are_pictures_and_sounds_are_not() -> None:
 # ---- what cannot be done ------------------------------------------------------------------------
 
 
-def test_one_component_makes_no_pictures(flux_bundle: Bundles, flux_checkpoint: Path) -> None:
-    with pytest.raises(MlxconvError, match=r"holds no pipeline \(model_index.json\).*--tier forw"):
-        verify(flux_bundle("fp32"), flux_checkpoint, tier="image")
+def test_one_component_makes_no_pictures(
+    pipeline_bundle: Bundles, pipeline_checkpoint: Path
+) -> None:
+    alone = pipeline_checkpoint / "transformer"
+    with pytest.raises(MlxconvError, match=r"transformer: holds no pipeline .*--tier forward"):
+        verify(pipeline_bundle("fp32"), alone, components=["transformer"], tier="image")
 
 
 def test_a_picture_that_a_pipeline_needs_is_named(
