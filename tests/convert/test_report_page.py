@@ -301,7 +301,7 @@ const stage = frame.document.querySelector(".stage");
 const slider = frame.document.querySelector("input");
 slider.value = 20; slider.dispatchEvent(new frame.Event("input"));
 const clip = frame.getComputedStyle(stage.children[1]).clipPath;
-document.body.textContent = JSON.stringify([root.scrollWidth - frame.innerWidth, clip,
+document.body.textContent = JSON.stringify([root.scrollWidth - root.clientWidth, clip,
   stage.parentElement.hidden]);
 </script>"""
 
