@@ -197,6 +197,7 @@ def test_noise_is_drawn_once_and_given_again_in_another_precision() -> None:
     assert torch.randn(1).shape == (1,)  # torch's own again
 
 
+@pytest.mark.slow
 def test_a_pipeline_without_prompts_and_with_noise_at_each_step(tmp_path: Path) -> None:
     unet, scheduler = tiny("UNet2DModel", sample_size=16), diffusers.DDPMScheduler()
     diffusers.DDPMPipeline(unet, scheduler).save_pretrained(tmp_path / "source")
@@ -256,13 +257,17 @@ def test_a_picture_that_a_pipeline_needs_is_named(
 
 
 @pytest.mark.parametrize(
-    ("name", "lacks"),
-    [("DiTPipeline", "class_labels"), ("WanImageToVideoPipeline", "image, prompt")],
+    ("name", "lacks"), [("DiTPipeline", "class_labels"), ("WanImageToVideoPipeline", "image")]
 )
 def test_arguments_that_a_class_cannot_go_without_are_named(name: str, lacks: str) -> None:
-    lacking = lacks.replace(", prompt", "")  # that one is given
-    with pytest.raises(MlxconvError, match=f"{name}: cannot be called without {lacking}, which"):
-        call_arguments(getattr(diffusers, name), Request(), "a cat")
+    (prompt,) = Request().prompts
+    with pytest.raises(MlxconvError, match=f"{name}: cannot be called without {lacks}, which"):
+        call_arguments(getattr(diffusers, name), Request(), prompt)
+
+
+def test_a_prompt_that_a_class_does_not_take_is_refused() -> None:
+    with pytest.raises(MlxconvError, match="DiTPipeline: takes no prompt, which --prompt would"):
+        call_arguments(diffusers.DiTPipeline, Request(), "a cat")
 
 
 def test_a_bundle_without_programs_has_nothing_to_run(
