@@ -142,6 +142,14 @@ class Row:
     reference: str
     passed: bool
     note: str = ""
+    psnr_db: float | None = None  # of pictures, whose values are in 0 to 1
+
+
+def psnr_db(sums: Sums, count: int) -> float:
+    """Peak signal-to-noise ratio of `count` values in 0 to 1, at most EXACT_DB."""
+    if not (sums.finite and math.isfinite(sums.difference)):
+        return -math.inf
+    return -10 * math.log10(sums.difference / count) if sums.difference else EXACT_DB
 
 
 def make_row(

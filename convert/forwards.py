@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 FP32_THRESHOLD = 1e-4
 HALF_FACTOR = 1.5  # a half-precision run may be this much worse than PyTorch's own
+_ROUNDING = {"bfloat16": 2**-8, "float16": 2**-11}
 
 Found = tuple[list[Row], str]  # rows, and where the error begins ("" where there is none)
 Result = tuple[list[Array], dict[str, list[Array]]]  # outputs, and values by module path
@@ -186,13 +187,18 @@ def compare_entries(
 
 
 def _half_limit(case: Case, own: Result, want: Result) -> Callable[[str], float]:
-    """1.5x PyTorch's own error in that precision, at the output or at a module."""
+    """1.5x PyTorch's own error in that precision, at the output or at a module.
+
+    A module's may be one rounding, where PyTorch is exact by computing in float32.
+    """
+    rounding = _ROUNDING.get(case.precision, 0.0)
 
     def limit(path: str) -> float:
         if case.threshold is not None:
             return case.threshold
-        pair = (own[1][path], want[1][path]) if path else (own[0], want[0])
-        return HALF_FACTOR * compare(*pair).rel_l2
+        if not path:
+            return HALF_FACTOR * compare(own[0], want[0]).rel_l2
+        return max(HALF_FACTOR * compare(own[1][path], want[1][path]).rel_l2, rounding)
 
     return limit
 
@@ -291,19 +297,14 @@ class _Judge:
         wanted: Mapping[str, Sequence[Array]],
     ) -> str:
         """The first path whose value is wrong; those of other sizes cannot be compared."""
-        least = _ROUNDING.get(self.run.case.precision, 0.0)
         for path in paths:
             pairs = _aligned(values[path], wanted[path])
             same = [(to_numpy(v).reshape(w.shape), w) for v, w in pairs if v.size == w.size]
             known = path if path in self.want[1] else ""  # inside blocks the limit is one number
             error = compare([v for v, _ in same], [w for _, w in same]).rel_l2
-            if not error <= max(self.limit(known), least):
+            if not error <= self.limit(known):
                 return path
         return ""
-
-
-# Where PyTorch is exact in half precision by computing in float32, the program may round.
-_ROUNDING = {"bfloat16": 2**-8, "float16": 2**-11}
 
 
 def _block_sums(values: Sequence[Any], wanted: Sequence[Array]) -> Sums:

@@ -1,4 +1,4 @@
-"""Parity: a bundle against diffusers, at the weights, at each block, and over a whole forward.
+"""Parity: a bundle against diffusers: weights, blocks, forwards, trajectories and pictures.
 
 Metrics, for a result a and its reference b over all outputs together: `max_abs` max|a-b|,
 `max_rel` max|a-b| / max|b|, `rel_l2` ||a-b|| / ||b||, `cosine`, `sqnr_db` -20 log10(rel_l2).
@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlxconv.runtime.bundle import Bundle, open_bundle, read_json
 from mlxconv.runtime.errors import MlxconvError
@@ -23,18 +23,25 @@ from .comparison import Row, make_row
 from .forwards import Case, compare_entries
 from .recipe import Recipe, bundle_recipe, load_recipe_file
 
-TIERS = ("forward", "block")
+if TYPE_CHECKING:
+    from .pictures import Compared, PipelineCase
+
+PIPELINE_TIERS = ("trajectory", "image")
+TIERS = ("forward", "block", *PIPELINE_TIERS)
 
 
 @dataclass
 class ParityReport:
-    """All rows, and for each component that failed, where its error begins."""
+    """All rows, for each component that failed where its error begins, and pipelines' results."""
 
     bundle: str
     source: str
     seed: int
     tiers: list[Row] = field(default_factory=list)
     begins_at: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    generated: dict[str, Any] | None = None  # how pictures were asked for
+    compared: list[Compared] = field(default_factory=list, repr=False)
 
     @property
     def passed(self) -> bool:
@@ -54,19 +61,23 @@ class ParityReport:
             "seed": self.seed,
             "tiers": rows,
             "begins_at": self.begins_at,
+            "notes": self.notes,
+            "generated": self.generated,
         }
 
     def as_text(self) -> str:
         """A table for people; the verdict is its last line."""
-        head = f"{'component':<16}{'tier':<9}{'name':<34}{'rel_l2':>10}{'max_rel':>10}{'dB':>7}"
+        head = f"{'component':<16}{'tier':<11}{'name':<34}{'rel_l2':>10}{'max_rel':>10}{'dB':>7}"
         lines = [f"{head}{'limit':>10}  result"]
         for row in self.tiers:
             limit = "" if row.threshold is None else f"{row.threshold:.1e}"
-            result = ("ok" if row.passed else "FAILED") + (f"  {row.note}" if row.note else "")
+            psnr = "" if row.psnr_db is None else f"PSNR {row.psnr_db:.1f} dB"
+            result = "  ".join(filter(None, ("ok" if row.passed else "FAILED", psnr, row.note)))
             lines.append(
-                f"{row.component:<16}{row.tier:<9}{row.name:<34}{row.rel_l2:>10.2e}"
+                f"{row.component:<16}{row.tier:<11}{row.name:<34}{row.rel_l2:>10.2e}"
                 f"{row.max_rel:>10.2e}{row.sqnr_db:>7.1f}{limit:>10}  {result}"
             )
+        lines += self.notes
         lines += [f"{name}: the error begins at {at}" for name, at in self.begins_at.items()]
         lines.append("PASSED" if self.passed else "FAILED")
         return "\n".join(lines)
@@ -89,6 +100,12 @@ def verify(
     model_class: str | None = None,
     stream: bool = False,
     dims: Mapping[str, int] | None = None,
+    prompts: Sequence[str] = (),
+    steps: int | None = None,
+    size: tuple[int, int] | None = None,
+    guidance: float | None = None,
+    page: str | Path | None = None,
+    command: str | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> ParityReport:
     """Compare a bundle with the checkpoint it was made from, run by diffusers in PyTorch.
@@ -100,26 +117,87 @@ def verify(
     the error against the fp32 original being reported beside. `stream` holds one block at a time.
     `model_class` is the "package.module:Class" that the bundle was converted by, if any.
     `dims` are sizes to run at, by the recipe's names (by default others than those traced with).
+
+    "trajectory" and "image" run whole pipelines, for each prompt: latents after each step, and
+    pictures. They pass at 50 dB (of latents to themselves; PSNR of pictures in 0 to 1) where the
+    other tiers ask for 1e-4; half precision may also be at most 1.5x as far off as PyTorch's own.
+    size: (width, height); steps 4, size and guidance the pipeline's by default.
+
+    page: an HTML report to write, with blocks, and pictures where the source is a whole pipeline;
+    command: what it shows as the way to get it again.
     """
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
-    if tier not in TIERS:
-        raise MlxconvError(f"--tier {tier}: this version measures {', '.join(TIERS)}")
+    asked = _asked(prompts, steps, size, guidance)
+    _check(tier, page, stream, dims or {}, asked)
     opened = open_bundle(bundle)
     checkpoint = open_checkpoint(against, opened.manifest.get("variant"), model_class)
     given = load_recipe_file(recipe) if recipe else None
-    report = ParityReport(str(bundle), str(against), seed)
-    for name in _names(opened, checkpoint, components):
-        folder = opened.component(name)
-        component = checkpoint.components[name]
-        config = read_json(folder / "config.json")
-        if "mlxconv" not in config:
-            raise MlxconvError(f"{folder}/config.json: not written by mlxconv; convert again")
-        own = _recipe(folder, component, given)
-        case = Case(
-            name, folder, component, config, own, seed, dtype, threshold, stream, dims or {}
+    names = _names(opened, checkpoint, components)
+    found = ParityReport(str(bundle), str(against), seed)
+    whole = None
+    if tier in PIPELINE_TIERS or page is not None:
+        from .pictures import PipelineCase
+        from .pipeline_runs import Request
+
+        request = Request(**asked, seed=seed)
+        whole = PipelineCase(opened, checkpoint, tuple(components), request, dtype, threshold)
+        whole = _runnable(whole, tier, stream, found)
+    cases = [
+        _case(opened, checkpoint, name, given, seed, dtype, threshold, stream, dims or {})
+        for name in names
+    ]
+    own = "block" if page is not None else tier
+    complete = [_verify_component(case, own, found, say) for case in cases]
+    if whole is not None and all(complete):
+        tiers = [t for t in PIPELINE_TIERS if t == tier or page is not None]
+        _verify_pipeline(whole, tier, tiers, found, say)
+        if not found.passed and not found.begins_at:
+            _locate(cases, threshold, found, say)
+    if page is not None:
+        from .report_page import write_page
+
+        write_page(Path(page), found, opened, checkpoint, command or _call(bundle, against))
+    return found
+
+
+def _call(bundle: str | Path, against: str | Path) -> str:
+    return f"mlxconv.verify({str(bundle)!r}, {str(against)!r}, ...)"
+
+
+def _asked(
+    prompts: Sequence[str], steps: int | None, size: tuple[int, int] | None, guidance: float | None
+) -> dict[str, Any]:
+    """What was asked of pictures; all else is the default of `Request`."""
+    given = {"prompts": tuple(prompts) or None, "steps": steps, "size": size, "guidance": guidance}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _check(
+    tier: str, page: str | Path | None, stream: bool, dims: Mapping[str, int], asked: dict[str, Any]
+) -> None:
+    """MlxconvError for options that do not go together, before anything is read."""
+    if tier not in TIERS:
+        raise MlxconvError(f"--tier {tier}: this version measures {', '.join(TIERS)}")
+    if page is not None:
+        from .report_page import check_place
+
+        check_place(Path(page))
+    options = ", ".join(
+        f"--{name.removesuffix('s') if name == 'prompts' else name}" for name in asked
+    )
+    if asked and page is None and tier not in PIPELINE_TIERS:
+        raise MlxconvError(
+            f"{options}: of pictures, which --tier {tier} does not make; add --tier image, "
+            "--tier trajectory or --report FILE.html"
         )
-        _verify_component(case, tier, report, say)
-    return report
+    if asked.get("steps", 1) < 1:
+        raise MlxconvError(f"--steps {asked['steps']}: at least 1")
+    if tier in PIPELINE_TIERS and stream:
+        raise MlxconvError(
+            f"--stream holds one block at a time, --tier {tier} a whole pipeline: leave one out"
+        )
+    if tier in PIPELINE_TIERS and dims and page is None:
+        raise MlxconvError(f"--dim is a size of single forwards; --tier {tier} takes --size WxH")
 
 
 def _names(bundle: Bundle, checkpoint: Checkpoint, asked: Sequence[str]) -> list[str]:
@@ -145,9 +223,32 @@ def _recipe(folder: Path, component: Component, given: Recipe | None) -> Recipe 
     return bundle_recipe(folder, component.class_name)
 
 
+def _case(
+    bundle: Bundle,
+    checkpoint: Checkpoint,
+    name: str,
+    given: Recipe | None,
+    seed: int,
+    dtype: str | None,
+    threshold: float | None,
+    stream: bool,
+    dims: Mapping[str, int],
+) -> Case:
+    folder, component = bundle.component(name), checkpoint.components[name]
+    config = read_json(folder / "config.json")
+    if "mlxconv" not in config:
+        raise MlxconvError(f"{folder}/config.json: not written by mlxconv; convert again")
+    own = _recipe(folder, component, given)
+    return Case(name, folder, component, config, own, seed, dtype, threshold, stream, dims)
+
+
+# ---- components ---------------------------------------------------------------------------------
+
+
 def _verify_component(
     case: Case, tier: str, report: ParityReport, say: Callable[[str], None]
-) -> None:
+) -> bool:
+    """Rows of its weights, and of what `tier` asks; whether it has all the weights to run."""
     say(f"{case.name}: comparing weights")
     program = load_program(case.folder / PROGRAM_FILE) if case.recipe else None
     parameters = program.parameters if program else {}
@@ -156,12 +257,15 @@ def _verify_component(
     if audited.bad:
         first = min(audited.bad, key=_natural)
         report.begins_at[case.name] = f"{_module(first)} (weight {first}: {audited.bad[first]})"
-    if program is None or case.recipe is None or audited.missing:
-        return
+    if audited.missing:
+        return False
+    if program is None or case.recipe is None or tier in PIPELINE_TIERS:
+        return True
     for rows, begins in compare_entries(case, case.recipe, program, tier, say):
         report.tiers.extend(rows)
         if begins:
             report.begins_at.setdefault(case.name, begins)
+    return True
 
 
 def _natural(name: str) -> list[Any]:
@@ -183,3 +287,64 @@ def _weights_row(case: Case, audited: Audit) -> Row:
     return make_row(
         "weights", case.name, label, audited.sums, None, source, passed=not audited.bad, note=note
     )
+
+
+# ---- pipelines ----------------------------------------------------------------------------------
+
+
+def _runnable(
+    whole: PipelineCase, tier: str, stream: bool, report: ParityReport
+) -> PipelineCase | None:
+    """The case; None, and a note, where pictures cannot be made and `tier` does not need them."""
+    try:
+        if stream:
+            raise MlxconvError("--stream holds one block at a time, a pipeline is held whole")
+        whole.check()
+    except MlxconvError as error:
+        if tier in PIPELINE_TIERS:
+            raise
+        report.notes.append(f"no pictures: {error}")
+        return None
+    return whole
+
+
+def _verify_pipeline(
+    whole: PipelineCase, tier: str, tiers: Sequence[str], report: ParityReport,
+    say: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Rows of whole generations; a note where one cannot be run and `tier` does not need it."""
+    from .pictures import image_rows, run_both, trajectory_rows
+
+    judged = {"trajectory": trajectory_rows, "image": image_rows}
+    report.generated = whole.described()
+    try:
+        report.compared = run_both(whole, say)
+        for each in report.compared:
+            for name in tiers:
+                report.tiers += judged[name](each, whole.threshold)
+    except MlxconvError as error:
+        if tier in PIPELINE_TIERS:
+            raise
+        report.notes.append(f"no pictures: {error}")
+
+
+def _locate(
+    cases: Sequence[Case], threshold: float | None, report: ParityReport,
+    say: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Where the error of a pipeline begins: in a component's forward, else at a step."""
+    from .pictures import PIPELINE, trajectory_rows
+
+    for case in cases:
+        if case.recipe is not None:
+            program = load_program(case.folder / PROGRAM_FILE)
+            for rows, begins in compare_entries(case, case.recipe, program, "forward", say):
+                if begins:
+                    report.tiers.extend(rows)
+                    report.begins_at.setdefault(case.name, begins)
+    if report.begins_at:
+        return
+    for each in report.compared:
+        steps = trajectory_rows(each, threshold)
+        name = next((row.name for row in steps if not row.passed), "decoding, after the last step")
+        report.begins_at.setdefault(PIPELINE, f"{name}; each component's own forward passes")

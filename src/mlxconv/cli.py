@@ -162,6 +162,13 @@ class _Dim(click.ParamType):  # type: ignore[type-arg]
 @click.option("--stream", is_flag=True, help="Hold one block in memory at a time, on both sides.")
 @click.option("--dim", "dims", multiple=True, type=_Dim(),
               help="Size to run at, by the recipe's name for it (repeat).")  # fmt: skip
+@click.option("--prompt", "prompts", multiple=True, help="Of a picture (repeat).")
+@click.option("--steps", type=int, help="Of a picture. [default: 4]")
+@click.option("--size", type=_Size(), help="Of a picture. [default: the pipeline's]")
+@click.option("--guidance", type=float, help="guidance_scale. [default: the pipeline's]")
+@click.option("--report", "page", type=click.Path(path_type=Path, dir_okay=False),
+              metavar="FILE.html",
+              help="Write a page: blocks too, and pictures if SOURCE is a pipeline.")  # fmt: skip
 @_common
 def verify(
     bundle: str, against: str, dims: tuple[tuple[str, int], ...], as_json: bool, verbose: bool,
@@ -172,7 +179,8 @@ def verify(
     from .convert.parity import verify as run
 
     told = say if verbose else lambda text: None
-    report = run(bundle, against, dims=dict(dims), say=told, **options)
+    command = shlex.join(["mlxconv", *sys.argv[1:]])
+    report = run(bundle, against, dims=dict(dims), command=command, say=told, **options)
     _emit(as_json, report.as_json(), report.as_text())
     if not report.passed:
         raise SystemExit(1)

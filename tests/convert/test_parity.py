@@ -115,6 +115,17 @@ def test_streaming_gives_the_same_verdict_and_figures(
         assert other.rel_l2 == pytest.approx(one.rel_l2, rel=1e-2, abs=1e-6)
 
 
+def test_a_block_that_torch_computes_in_float32_may_be_rounded_once(
+    pipeline_bundle: Bundles, pipeline_checkpoint: Path
+) -> None:
+    """T5's `wo` stays float32, so that its blocks are nearer to float32 than bf16 can hold."""
+    parts = {"components": ["text_encoder_2"], "tier": "block"}
+    report = verify(pipeline_bundle("bf16"), pipeline_checkpoint, **parts)
+    blocks = [row for row in report.tiers if row.tier == "block"]
+    assert report.passed, report.as_text()
+    assert min(row.threshold or 0.0 for row in blocks) == 2**-8
+
+
 def test_streaming_several_entries_of_a_pipeline(
     pipeline_bundle: Bundles, pipeline_checkpoint: Path
 ) -> None:
