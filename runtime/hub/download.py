@@ -230,6 +230,8 @@ def open_remote(name: HubName, *, checksums: bool = False, progress: bool = Fals
             resolved = _persistent(lambda: api.resolve_revision(name.repo, revision=name.revision))
         commit = str(resolved.resolved)
         try:
+            if checksums:  # which the cached listing lacks
+                raise CachedRepoTreeNotFoundError
             listed = list(get_cached_repo_tree(name.repo, revision=commit))
         except CachedRepoTreeNotFoundError:
             tree = _persistent(
@@ -285,8 +287,12 @@ def _persistent(call: Callable[[], T]) -> T:
     for pause in _PAUSES:
         try:
             return call()
-        except http_error() as error:
-            if type(error).__name__ in _NOBODY_THERE or not is_transient(error):
+        except Exception as error:
+            # The client wraps a failure when the cache does not help either.
+            why = error if isinstance(error, http_error()) else error.__cause__
+            if not isinstance(why, http_error()) or type(why).__name__ in _NOBODY_THERE:
+                raise
+            if not is_transient(why):
                 raise
             time.sleep(pause)
     return call()

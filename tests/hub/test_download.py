@@ -247,7 +247,7 @@ def test_ctrl_c(hub: Hub, large: Path, tmp_path: Path, transport: str) -> None:
     process = start("acme/large", WEIGHTS, env=env, program=FETCH)
     hub.wait_for("GET", BODY, sent=2_000_000)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=15)
+    _, err = process.communicate(timeout=15)
     assert process.returncode == 130 and "Traceback" not in err, err
     assert not list((tmp_path / "hf").rglob("*.incomplete"))
 
