@@ -8,9 +8,10 @@ import json
 import os
 import shlex
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -422,12 +423,21 @@ def main() -> None:
         raise SystemExit(error.exit_code) from None
     except (KeyboardInterrupt, click.Abort):
         say("interrupted; nothing was left half-written")
-        raise SystemExit(_INTERRUPTED) from None
+        _leave(_INTERRUPTED)
     except Exception as error:
         if "--debug" in sys.argv:
             raise
         say(f"error: {_reason(error)}")
         raise SystemExit(1) from None
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit, not waiting for threads of libraries: a download's may wait for minutes."""
+    if threading.active_count() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise SystemExit(code) from None
 
 
 def _reason(error: Exception) -> str:
