@@ -79,14 +79,19 @@ class Unfinished:
 
 
 def _lines(journal: IO[str]) -> list[dict[str, Any]]:
-    """The journal's lines; the last may have been cut short by a crash."""
+    """The journal's lines. The last may have been cut short by a crash: it is cut off."""
     journal.seek(0)
-    found = []
+    found, whole = [], 0
     for line in journal:
         try:
             found.append(json.loads(line))
         except ValueError:
             break
+        if not line.endswith("\n"):
+            found.pop()
+            break
+        whole += len(line)  # the text is ASCII
+    journal.truncate(whole)
     return found
 
 
