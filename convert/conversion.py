@@ -93,7 +93,8 @@ def _convert(
     needed = bundle_bytes(run.checkpoint, jobs)
     if download is not None:
         download.check_room(out, needed)
-        run.say(f"{download.remote.name}: fetching {len(download.weights)} weight files")
+        if not run.options.low_disk:
+            run.say(f"{download.remote.name}: fetching {len(download.weights)} weight files")
         download.fetch_all()
     with _no_cache(), _target(run, jobs, download, out, needed) as (folder, saved):
         _write(run, jobs, folder, progress, saved)
@@ -113,6 +114,7 @@ def _target(
         with atomic_folder(out, force=force, needed_bytes=needed, source=source) as folder:
             yield folder, lambda name: None
         return
+    needed += download.largest
     with unfinished_folder(out, _key(run, jobs), force=force, needed_bytes=needed) as work:
         work.keep_only(jobs.keys())
         download.shelf = unfinished_path(out) / "shelf"

@@ -89,11 +89,13 @@ class Download:
         }
 
     def check_room(self, out: Path, bundle_bytes: int) -> None:
-        """MlxconvError unless what is still to come and the bundle fit on their disks."""
-        what = f"{self.remote.name}"
+        """MlxconvError unless what is still to come and the bundle fit on their disks.
+
+        A low-disk run weighs what it has finished too: see `unfinished_folder`.
+        """
         if self.asked.low_disk:
-            check_room(what, out.parent, self.largest + bundle_bytes)
             return
+        what, out = str(self.remote.name), out.expanduser()
         coming = self.remote.to_fetch(self.weights.values())
         disks = [existing(folder).stat().st_dev for folder in (cache_folder(), out.parent)]
         check_room(what, cache_folder(), coming + (bundle_bytes if disks[0] == disks[1] else 0))

@@ -44,11 +44,14 @@ class Unfinished:
         lines = _lines(journal)
         if lines[:1] != [{"key": key}]:
             lines = []
-            shutil.rmtree(self.folder, ignore_errors=True)
+            for old in (self.folder, folder / "shelf"):
+                shutil.rmtree(old, ignore_errors=True)
             journal.seek(0)
             journal.truncate()
             self._write({"key": key})
         self.folder.mkdir(exist_ok=True)
+        for partial in folder.glob("shelf/**/*.incomplete"):
+            partial.unlink()
         for line in lines[1:]:
             self._checks.setdefault(line["component"], {}).update(line["crc32"])
 
@@ -127,7 +130,7 @@ def unfinished_folder(
         except BaseException:
             if work.begun:
                 kept = f"{folder}: what is finished is kept here"
-                print(f"{kept}; the same command goes on from it", file=sys.stderr)
+                print(f"{kept}; the same command goes on, deleting it begins anew", file=sys.stderr)
             else:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
