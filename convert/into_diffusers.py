@@ -68,6 +68,7 @@ def into_diffusers(
         raise MlxconvError(
             f"{opened.path}: has no program for {', '.join(unknown)}; it has {', '.join(found)}"
         )
+    opened.need(wanted)
     for name in wanted:
         module = getattr(pipe, name, None)
         if not isinstance(module, nn.Module):

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from mlxconv.runtime.bundle import Bundle, open_bundle, read_json
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.hub.names import hub_name
 from mlxconv.runtime.program import PROGRAM_FILE, load_program
 
 from .audit import Audit, audit
-from .checkpoint import Checkpoint, Component, open_checkpoint
+from .checkpoint import Checkpoint, Component
 from .comparison import Row, make_row
 from .forwards import Case, compare_entries
+from .hub_source import Asked, opened, shown_name
 from .recipe import Recipe, bundle_recipe, load_recipe_file
 
 if TYPE_CHECKING:
@@ -129,34 +131,38 @@ def verify(
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
     asked = _asked(prompts, steps, size, guidance)
     _check(tier, page, stream, dims or {}, asked)
-    opened = open_bundle(bundle)
-    checkpoint = open_checkpoint(against, opened.manifest.get("variant"), model_class)
-    given = load_recipe_file(recipe) if recipe else None
-    names = _names(opened, checkpoint, components)
-    found = ParityReport(str(bundle), str(against), seed)
-    whole = None
-    if tier in PIPELINE_TIERS or page is not None:
-        from .pictures import PipelineCase
-        from .pipeline_runs import Request
+    made = open_bundle(bundle)
+    whole = tier in PIPELINE_TIERS or page is not None
+    with opened(against, _wanted(made, against, components, model_class, whole)) as source:
+        if source.download is not None:
+            source.download.fetch_all()
+        checkpoint = source.checkpoint
+        given = load_recipe_file(recipe) if recipe else None
+        names = _names(made, checkpoint, components)
+        found = ParityReport(str(bundle), str(against), seed)
+        pipeline = None
+        if whole:
+            from .pictures import PipelineCase
+            from .pipeline_runs import Request
 
-        request = Request(**asked, seed=seed)
-        whole = PipelineCase(opened, checkpoint, tuple(components), request, dtype, threshold)
-        whole = _runnable(whole, tier, stream, found)
-    cases = [
-        _case(opened, checkpoint, name, given, seed, dtype, threshold, stream, dims or {})
-        for name in names
-    ]
-    own = "block" if page is not None else tier
-    complete = [_verify_component(case, own, found, say) for case in cases]
-    if whole is not None and all(complete):
-        tiers = [t for t in PIPELINE_TIERS if t == tier or page is not None]
-        _verify_pipeline(whole, tier, tiers, found, say)
-        if not found.passed and not found.begins_at:
-            _locate(cases, threshold, found, say)
-    if page is not None:
-        from .report_page import write_page
+            request = Request(**asked, seed=seed)
+            pipeline = PipelineCase(made, checkpoint, tuple(components), request, dtype, threshold)
+            pipeline = _runnable(pipeline, tier, stream, found)
+        cases = [
+            _case(made, checkpoint, name, given, seed, dtype, threshold, stream, dims or {})
+            for name in names
+        ]
+        own = "block" if page is not None else tier
+        complete = [_verify_component(case, own, found, say) for case in cases]
+        if pipeline is not None and all(complete):
+            tiers = [t for t in PIPELINE_TIERS if t == tier or page is not None]
+            _verify_pipeline(pipeline, tier, tiers, found, say)
+            if not found.passed and not found.begins_at:
+                _locate(cases, threshold, found, say)
+        if page is not None:
+            from .report_page import write_page
 
-        write_page(Path(page), found, opened, checkpoint, command or _call(bundle, against))
+            write_page(Path(page), found, made, checkpoint, command or _call(bundle, against))
     return found
 
 
@@ -198,6 +204,22 @@ def _check(
         )
     if tier in PIPELINE_TIERS and dims and page is None:
         raise MlxconvError(f"--dim is a size of single forwards; --tier {tier} takes --size WxH")
+
+
+def _wanted(
+    bundle: Bundle, against: str | Path, components: Sequence[str], model_class: str | None,
+    whole: bool,
+) -> Asked:  # fmt: skip
+    """Of the Hub only what is compared, at the commit that the bundle was made of."""
+    manifest, name = bundle.manifest, hub_name(against)
+    own = name is not None and shown_name(name) == manifest.get("source") and not name.revision
+    return Asked(
+        manifest.get("variant"),
+        model_class,
+        () if whole else tuple(n for n in manifest["components"] if n in (components or [n])),
+        manifest.get("revision") if own else None,
+        progress=True,
+    )
 
 
 def _names(bundle: Bundle, checkpoint: Checkpoint, asked: Sequence[str]) -> list[str]:

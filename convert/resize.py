@@ -28,6 +28,8 @@ def add_sizes(
     would read other weights than the bundle has.
     """
     opened = open_bundle(bundle)
+    if opened.remote is not None:
+        raise MlxconvError(f"{bundle}: sizes are added in place; download the bundle to a folder")
     folder = opened.component(component)
     if not (folder / PROGRAM_FILE).is_file():
         raise MlxconvError(f"{folder}: has no program; convert it with a recipe")

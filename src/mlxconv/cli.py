@@ -8,9 +8,10 @@ import json
 import os
 import shlex
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -105,6 +106,11 @@ def cli() -> None:
 @click.option("--target-size", type=float, metavar="GB",
               help="The most precise --q whose bundle is at most this large.")  # fmt: skip
 @click.option("--variant", help="Weight files to read, such as fp16.")
+@click.option("--revision", help="Branch, tag or commit of a Hub SOURCE. [default: main]")
+@click.option("--verify-checksums", is_flag=True,
+              help="Compare what was downloaded with the Hub's checksums.")  # fmt: skip
+@click.option("--low-disk", is_flag=True,
+              help="Hold one weight file of a Hub SOURCE at a time.")  # fmt: skip
 @click.option("--weights-only", is_flag=True, help="Do not trace a program.")
 @click.option("--force", is_flag=True, help="Replace an existing bundle.")
 @click.option("--dry-run", is_flag=True, help="Decide and report, write nothing.")
@@ -114,10 +120,16 @@ def convert(
     source: str, out: Path, q: str, settings: tuple[tuple[str, str], ...], as_json: bool,
     verbose: bool, debug: bool, verify_after: bool, **options: Any,
 ) -> None:  # fmt: skip
-    """Convert SOURCE, a diffusers pipeline folder or one component's folder, to an MLX bundle."""
+    """Convert SOURCE to an MLX bundle.
+
+    SOURCE is a diffusers pipeline folder, one component's folder, or a repository of the Hub:
+    ORG/NAME, hf://ORG/NAME[@REVISION][/FOLDER] or the address of its page.
+    """
     _quiet()
     from .convert.conversion import convert as run
 
+    if verify_after and options["low_disk"]:
+        raise click.UsageError("--low-disk drops the weights that --verify compares with")
     command = shlex.join(["mlxconv", *sys.argv[1:]])
     progress = not as_json or verbose
     report = run(source, out, q, set=settings, progress=progress, command=command, **options)
@@ -187,14 +199,16 @@ def verify(
 
 
 @cli.command()
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path")
+@click.option("--revision", help="Branch, tag or commit of a repository of the Hub.")
 @click.option("--program", "program", metavar="COMPONENT", help="Print its program as pseudo-code.")
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @_common
 def inspect(
-    path: Path, program: str | None, tensors: bool, as_json: bool, verbose: bool, debug: bool
-) -> None:
-    """What a checkpoint or a bundle holds, read from its files' headers."""
+    path: str, revision: str | None, program: str | None, tensors: bool, as_json: bool,
+    verbose: bool, debug: bool,
+) -> None:  # fmt: skip
+    """What a checkpoint or a bundle holds, here or on the Hub, read from its files' headers."""
     from .convert.inspection import inspect as look
 
     if program is not None:
@@ -205,7 +219,7 @@ def inspect(
         found = program_of(path, program)
         click.echo(to_json(found) if as_json else show(found))
         return
-    report = look(path, tensors=tensors)
+    report = look(path, tensors=tensors, revision=revision)
     _emit(as_json, report.as_json(), report.as_text())
 
 
@@ -444,12 +458,21 @@ def main() -> None:
         raise SystemExit(error.exit_code) from None
     except (KeyboardInterrupt, click.Abort):
         say("interrupted; nothing was left half-written")
-        raise SystemExit(_INTERRUPTED) from None
+        _leave(_INTERRUPTED)
     except Exception as error:
         if "--debug" in sys.argv:
             raise
         say(f"error: {_reason(error)}")
         raise SystemExit(1) from None
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit, not waiting for threads of libraries: a download's may wait for minutes."""
+    if threading.active_count() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise SystemExit(code) from None
 
 
 def _reason(error: Exception) -> str:
