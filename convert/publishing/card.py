@@ -33,7 +33,7 @@ _REASONS = (
     ("recipe keeps", "first and last layers and embeddings, few weights that every value passes"),
     ("modulation", "it scales and shifts whole layers, so its errors do not average out"),
     ("--keep", "asked for with `--keep`"),
-    ("not a linear weight", "convolutions and lookup tables, which MLX's product does not take quantized"),
+    ("not a linear weight", "convolutions and lookup tables, which are not products with a matrix"),
     ("the model keeps it in", "the model itself computes with these in that precision"),
 )  # fmt: skip
 

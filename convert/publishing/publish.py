@@ -83,7 +83,7 @@ class UploadReport:
     def as_text(self) -> str:
         """For people; the last line is the verdict."""
         data = self.as_json()
-        lines = list(self.notes)
+        lines = []
         if self.sent is None:
             lines += [f"{human_bytes(f['bytes']):>10}  {f['path']}" for f in data["files"]]
         lines += [f"    delete  {path}" for path in self.deleted]

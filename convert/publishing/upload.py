@@ -148,7 +148,7 @@ def _commit(destination: Destination, listing: Listing, state: State, title: str
     if weights and changed - _LAST:
         gone = [*stale, *([MANIFEST] if MANIFEST in state.remote else [])]
         _upload(destination, listing, changed - _LAST, gone, f"{title}: files")
-        changed, stale = changed | _LAST, []
+        changed, stale = set(_LAST), []
     _upload(destination, listing, changed, stale, title)
 
 
