@@ -58,7 +58,7 @@ def is_transient(error: BaseException) -> bool:
         return False
     if isinstance(error, errors.HfHubHTTPError):
         return _status(error) in (408, 429) or _status(error) >= 500
-    if isinstance(error, _transport_error() | ConnectionError):
+    if isinstance(error, http_error() | ConnectionError):
         return not re.search(r"\b40[0134]\b", str(error))
     if isinstance(error, RuntimeError) and error.__cause__ is not None:
         return is_transient(error.__cause__)
@@ -100,7 +100,7 @@ class _Explainer:
             return self._answered(error)
         if isinstance(error, errors.HFValidationError):
             return f"{self.repo}: not a repository id, expected NAMESPACE/NAME; {error}"
-        if isinstance(error, _transport_error()):
+        if isinstance(error, http_error()):
             return self._broken(error)
         return self._other(error)
 
@@ -223,12 +223,11 @@ class _Explainer:
         return f" at {self.revision}" if self.revision else ""
 
 
-def _transport_error() -> type[Exception]:
-    """httpx.HTTPError on 1.x, httpx2.HTTPError on 2.x."""
+def http_error() -> type[Exception]:
+    """What all failures of requests and answers derive from: of httpx on 1.x, of httpx2 on 2.x."""
     from huggingface_hub import errors
 
-    found: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
-    return found
+    return errors.HTTPError
 
 
 def _status(error: Any) -> int:
