@@ -73,7 +73,7 @@ class CardFacts:
     @property
     def main(self) -> str:
         """The component with most parameters among those quantized, or among all converted."""
-        converted = list(self.manifest["components"])
+        converted: list[str] = list(self.manifest["components"])
         quantized = [name for name in converted if self.held[name].quantized]
         return max(quantized or converted, key=lambda name: self.held[name].parameters)
 

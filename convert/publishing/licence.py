@@ -10,9 +10,8 @@ from typing import Any
 
 from mlxconv.runtime.errors import MlxconvError
 
-from .source_card import Origin
+from .source_card import LICENCE_FILE, Origin
 
-LICENCE_FILE = re.compile(r"(licen[sc]e|notice|copying).*", re.IGNORECASE)
 NOTICE_FILE = "NOTICE-conversion.txt"
 
 _OTHER = "other"

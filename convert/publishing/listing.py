@@ -17,9 +17,8 @@ from ..checkpoint import open_component
 from ..recipe import RECIPE_FILE
 from ..safetensors_io import read_header
 from ..writer import read_back
-from .licence import LICENCE_FILE
 from .measured import PARITY_FILE
-from .source_card import CARD_FILE
+from .source_card import CARD_FILE, LICENCE_FILE
 
 PICTURE_FILE = "sample.png"
 _ROOT_FILES = {

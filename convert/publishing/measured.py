@@ -83,6 +83,18 @@ def read_parity(bundle: Bundle) -> Measured:
     return Measured(data["tiers"], bool(data["passed"]), where, data["date"], data["seed"])
 
 
+def saved_report(bundle: Bundle) -> ParityReport | None:
+    """The report that is kept in the bundle, if it is of these files and all passed."""
+    measured = read_parity(bundle)
+    if not measured.passed or measured.rows is None:
+        return None
+    from ..comparison import Row
+    from ..parity import ParityReport
+
+    rows = [Row(**row) for row in measured.rows]
+    return ParityReport(str(bundle.path), str(bundle.manifest["source"]), measured.seed, rows)
+
+
 def covered(measured: Measured, components: Iterable[str]) -> bool:
     """Whether every one of these components has a figure."""
     return measured.rows is not None and {r["component"] for r in measured.rows} >= {*components}

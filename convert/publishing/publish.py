@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from mlxconv.runtime.bundle import MANIFEST, Bundle, open_bundle
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.hub.download import open_remote
+from mlxconv.runtime.hub.names import HubName, hub_name
 
 from ..bundle_files import write_json
 from ..inspection import inspect
@@ -18,10 +20,26 @@ from ..report import ComponentReport, ConvertReport, human_bytes
 from .card import MARK, card_facts, make_card, read_sample
 from .licence import NOTICE_FILE, Given, Licence, licence_of, notice_text
 from .listing import PICTURE_FILE, Listing, list_bundle
-from .measured import PARITY_FILE, Measured, covered, read_parity, save_parity, write_whole
+from .measured import (
+    PARITY_FILE,
+    Measured,
+    covered,
+    read_parity,
+    save_parity,
+    saved_report,
+    write_whole,
+)
 from .preflight import Destination, look, prepare
 from .redaction import current_token, without_home, without_token
-from .source_card import CARD_FILE, Origin, copied_facts, front_matter, origin_of, read_source_card
+from .source_card import (
+    CARD_FILE,
+    Origin,
+    copied_facts,
+    front_matter,
+    origin_of,
+    published_root,
+    read_source_card,
+)
 from .upload import Sent, send, state_of
 
 if TYPE_CHECKING:
@@ -110,12 +128,15 @@ def check_before_converting(
 
     With `dry_run` the repository is only looked at; None where there is none.
     """
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        origin = origin_of(str(folder.absolute()), revision, wishes.base_model)
-        facts, texts = read_source_card(folder), folder
+    name = hub_name(source)
+    texts: Path | None = None
+    if name is not None:
+        facts = _remote_facts(name.repo, name.at(revision).revision)
+        origin = Origin(name.repo, name.repo)
     else:
-        origin, facts, texts = Origin(source, source), _remote_facts(source, revision), None
+        folder = Path(source).expanduser()
+        facts, texts = read_source_card(folder), published_root(folder)
+        origin = origin_of(str(folder.absolute()), revision, wishes.base_model)
     licence = licence_of(facts, origin, wishes.given, texts)
     if dry_run:
         return look(wishes.repo, wishes.revision)
@@ -124,19 +145,11 @@ def check_before_converting(
 
 def _remote_facts(repo: str, revision: str | None) -> dict[str, Any]:
     """`copied_facts` of a repository's card; {} where it has none."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    from mlxconv.runtime.hub.errors import hub_errors
-
-    with hub_errors(repo, revision):
-        try:
-            file = hf_hub_download(repo, CARD_FILE, revision=revision)
-        except LocalEntryNotFoundError:
-            raise
-        except EntryNotFoundError:
-            return {}
-    return copied_facts(front_matter(Path(file).read_text(encoding="utf-8"), f"{repo}/{CARD_FILE}"))
+    remote = open_remote(HubName(repo, revision))
+    if CARD_FILE not in remote.files:
+        return {}
+    text = (remote.fetch([CARD_FILE]) / CARD_FILE).read_text(encoding="utf-8", errors="replace")
+    return copied_facts(front_matter(text, f"{repo}/{CARD_FILE}"))
 
 
 def written_by(out: Path, command: str) -> bool:
@@ -166,14 +179,18 @@ def finished_report(path: Path) -> ConvertReport:
 # ---- the bundle ----------------------------------------------------------------------------------
 
 
-def measure(bundle: Path, source: str, **options: Any) -> ParityReport:
+def measure(bundle: Path, source: str, *, known: bool = False, **options: Any) -> ParityReport:
     """Verify a bundle against its source and keep the figures in it.
 
-    `options` are those of `verify`. Models of more than a quarter of the memory are streamed.
+    known: figures that it has already, of these very files and passed, will do. `options` are
+    those of `verify`. Models of more than a quarter of the memory are streamed.
     """
     from ..parity import verify
 
     opened = open_bundle(bundle)
+    found = saved_report(opened) if known else None
+    if found is not None:
+        return found
     largest = max(held.parameters for held in inspect(opened.path).components.values())
     streamed = {"stream": True} if 4 * largest > _memory_bytes() / 4 else {}
     report = verify(bundle, source, **{**streamed, **options})

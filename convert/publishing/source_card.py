@@ -14,11 +14,12 @@ from mlxconv.runtime.errors import MlxconvError
 
 HUB = "https://huggingface.co"
 CARD_FILE = "README.md"
+LICENCE_FILE = re.compile(r"(licen[sc]e|notice|copying).*", re.IGNORECASE)
 # What is copied from the source's card; everything else there is about the source itself.
 COPIED_KEYS = ("license", "license_name", "license_link", "pipeline_tag", "language")
 
 _FRONT_MATTER = re.compile(r"\A\ufeff?\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
-_REPO_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_HUB_NAME = re.compile(r"(?:hf://)?(\w[\w.-]*/\w[\w.-]*)(?:@[^/]+)?(?:/.*)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CACHED = re.compile(r"(?:^|/)models--([\w.-]+--[\w.-]+)/snapshots/([0-9a-f]{40})(?=/|$)")
 
@@ -61,15 +62,19 @@ def read_source_card(folder: Path) -> dict[str, Any]:
 
     A component's folder has no card of its own: then its pipeline's, one folder up, counts.
     """
-    for place in (folder, folder.absolute().parent):
-        if (place / CARD_FILE).is_file() and (place == folder or _is_pipeline(place)):
-            text = (place / CARD_FILE).read_text(encoding="utf-8", errors="replace")
-            return copied_facts(front_matter(text, str(place / CARD_FILE)))
-    return {}
+    place = published_root(folder)
+    if not (place / CARD_FILE).is_file():
+        return {}
+    text = (place / CARD_FILE).read_text(encoding="utf-8", errors="replace")
+    return copied_facts(front_matter(text, str(place / CARD_FILE)))
 
 
-def _is_pipeline(folder: Path) -> bool:
-    return any((folder / n).is_file() for n in ("model_index.json", "modular_model_index.json"))
+def published_root(folder: Path) -> Path:
+    """The folder that a checkpoint was published as: itself, or the one of its pipeline."""
+    above = folder.absolute().parent
+    whole = any((above / n).is_file() for n in ("model_index.json", "modular_model_index.json"))
+    in_cache = above.parent.name == "snapshots"
+    return above if (whole or in_cache) and not (folder / CARD_FILE).is_file() else folder
 
 
 @dataclass(frozen=True)
@@ -110,8 +115,9 @@ def origin_of(source: str, revision: str | None = None, base_model: str | None =
     if cached is not None:
         repo = cached[1].replace("--", "/")
         return Origin(repo, repo, commit or cached[2])
-    if commit and _REPO_ID.fullmatch(source):
-        return Origin(source, source, commit)
+    named = _HUB_NAME.fullmatch(source)
+    if commit and named is not None:
+        return Origin(named[1], named[1], commit)
     if base_model is not None:
         return Origin(base_model, base_model, commit)
     return Origin(Path(source).name or source)

@@ -14,6 +14,7 @@ from typing import Any
 
 from mlxconv.runtime.bundle import MANIFEST
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.hub.download import RemoteFile
 from mlxconv.runtime.hub.errors import explain, is_transient
 
 from ..report import human_bytes
@@ -25,21 +26,6 @@ from .source_card import CARD_FILE
 # retries within each; these are for what it gives up on.
 RETRY_PAUSES = (5.0, 30.0)
 _LAST = frozenset({MANIFEST, CARD_FILE})  # of the last commit
-
-
-@dataclass(frozen=True)
-class RemoteFile:
-    """A file of a repository: bytes, its id as a git blob, SHA-256 where it is in large storage."""
-
-    size: int
-    git_sha1: str
-    sha256: str | None
-
-    def equals(self, file: LocalFile) -> bool:
-        """Whether it has the same content."""
-        if self.size != file.size:
-            return False
-        return self.sha256 == file.sha256 if self.sha256 else self.git_sha1 == file.git_sha1()
 
 
 @dataclass(frozen=True)
@@ -77,10 +63,19 @@ def state_of(destination: Destination, listing: Listing) -> State:
     for entry in api.list_repo_tree(repo, recursive=True, revision=commit):
         if isinstance(entry, RepoFile):
             sha256 = entry.lfs.sha256 if entry.lfs else None
-            remote[entry.path] = RemoteFile(entry.size, entry.blob_id, sha256)
-    there = {p for p, file in listing.files.items() if p in remote and remote[p].equals(file)}
+            remote[entry.path] = RemoteFile(entry.path, entry.size, sha256, entry.blob_id)
+    there = {p for p, file in listing.files.items() if p in remote and _equal(file, remote[p])}
     differing = tuple(p for p in listing.files if p not in there)
     return State(commit, frozenset(there), differing, stale_paths(remote, listing), remote)
+
+
+def _equal(file: LocalFile, remote: RemoteFile) -> bool:
+    """Whether both have the same content, by SHA-256, or as a git blob where the Hub has that."""
+    if remote.size != file.size:
+        return False
+    if remote.sha256 is not None:
+        return remote.sha256 == file.sha256
+    return remote.git_oid == file.git_sha1()
 
 
 def stale_paths(remote: Mapping[str, Any], listing: Listing) -> tuple[str, ...]:

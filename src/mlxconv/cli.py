@@ -71,7 +71,7 @@ def _wishes(repo: str, publishing: dict[str, Any], as_json: bool, **more: Any) -
     from .convert.publishing.licence import Given
     from .convert.publishing.publish import Wishes
 
-    if as_json:
+    if as_json or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     given = Given(*(publishing[f"license_{part}"] for part in ("id", "name", "link")))
     base_model = publishing["base_model"]
@@ -175,7 +175,8 @@ def convert(
     if (verify_after or wishes) and not dry_run:
         from .convert.publishing.publish import measure
 
-        parity = measure(out, source, recipe=options["recipe"], model_class=options["model_class"])
+        chosen = {name: options[name] for name in ("recipe", "model_class")}
+        parity = measure(out, source, known=bool(wishes), **chosen)
         data["verify"], passed = parity.as_json(), parity.passed
         text += "\n" + parity.as_text()
     if wishes and passed and not dry_run:
