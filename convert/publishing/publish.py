@@ -17,7 +17,8 @@ from mlxconv.runtime.hub.names import HubName, hub_name
 from ..bundle_files import write_json
 from ..inspection import inspect
 from ..report import ComponentReport, ConvertReport, human_bytes
-from .card import MARK, card_facts, make_card, read_sample
+from .card import MARK, make_card
+from .card_facts import card_facts, read_sample
 from .licence import NOTICE_FILE, Given, Licence, licence_of, notice_text
 from .listing import PICTURE_FILE, Listing, list_bundle
 from .measured import (
