@@ -29,6 +29,7 @@ class Sample:
     prompt: str | None = None
     steps: int | None = None
     seed: int | None = None
+    size: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,12 @@ def read_sample(picture: Path) -> Sample:
     """What a PNG tells of how it was made. MlxconvError when it is not a PNG."""
     try:
         with Image.open(picture, formats=["PNG"]) as image:
-            text = str(image.info.get("mlxconv", "{}"))
+            size, text = image.size, image.info.get("mlxconv", "{}")
             image.verify()
     except (OSError, SyntaxError, ValueError) as error:
         raise MlxconvError(f"{picture}: not a PNG that can be read ({error})") from error
     try:
-        told = json.loads(text)
-        return Sample(told.get("prompt"), told.get("steps"), told.get("seed"))
+        told = json.loads(str(text))
+        return Sample(told.get("prompt"), told.get("steps"), told.get("seed"), size)
     except (ValueError, AttributeError):
-        return Sample()
+        return Sample(size=size)

@@ -27,20 +27,31 @@ def how_to_run(facts: CardFacts) -> str:
 
 
 def _native(facts: CardFacts) -> list[str]:
-    sample = facts.sample or Sample()
-    prompt, steps = sample.prompt or _PROMPT, sample.steps
-    more = f" --steps {steps}" if steps else ""
-    more += f" --seed {sample.seed}" if sample.seed else ""
-    arguments = f"{json.dumps(prompt, ensure_ascii=False)}, seed={sample.seed or 0}" + (
-        f", steps={steps}" if steps else ""
-    )
+    """As the sample picture was made, where there is one."""
+    made = facts.sample or Sample()
+    prompt = made.prompt or _PROMPT
+    options, arguments = [f"-o picture.png --seed {made.seed or 0}"], [f"seed={made.seed or 0}"]
+    if made.steps:
+        options.append(f"--steps {made.steps}")
+        arguments.append(f"steps={made.steps}")
+    if made.prompt and made.size:
+        width, height = made.size
+        options.append(f"--size {width}x{height}")
+        arguments.append(f"width={width}, height={height}")
+    command = f"mlxconv generate {facts.repo} {shlex.quote(prompt)} {' '.join(options)}"
+    call = ", ".join([json.dumps(prompt, ensure_ascii=False), *arguments])
+    lines = [
+        "import mlxconv",
+        "",
+        f'pipeline = mlxconv.load("{facts.repo}")',
+        f"pictures = pipeline({call})",
+        'pictures.images[0].save("picture.png")',
+    ]
     return [
-        code("sh", f"pip install mlxconv\nmlxconv generate {facts.repo} {shlex.quote(prompt)} "
-              f"-o picture.png{more}"),
+        code("sh", f"pip install mlxconv\n{command}"),
         "In Python:",
-        code("python", f"import mlxconv\n\npipeline = mlxconv.load(\"{facts.repo}\")\n"
-              f"pictures = pipeline({arguments})\npictures.images[0].save(\"picture.png\")"),
-    ]  # fmt: skip
+        code("python", "\n".join(lines)),
+    ]
 
 
 def _inside_diffusers(facts: CardFacts) -> list[str]:
