@@ -1,4 +1,4 @@
-"""The card of a bundle: its code runs, its figures are those of the files, its metadata are true."""
+"""The card of a bundle: its code runs, its figures are those of the files."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from .conftest import Env, Finished
 from .server import READ_TOKEN, TOKEN
@@ -17,11 +18,11 @@ main()
 """
 
 
-def start(*arguments: object, env: Env) -> subprocess.Popen[str]:
+def start(*arguments: object, env: Env, cwd: Path | None = None) -> subprocess.Popen[str]:
     """`mlxconv ARGUMENTS`, started."""
     command = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, env=env, cwd=cwd, stdout=pipe, stderr=pipe, text=True)
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 120) -> Finished:
@@ -42,6 +43,6 @@ def finish(process: subprocess.Popen[str], timeout: float = 120) -> Finished:
     return done
 
 
-def run(*arguments: object, env: Env) -> Finished:
+def run(*arguments: object, env: Env, cwd: Path | None = None) -> Finished:
     """`mlxconv ARGUMENTS` to its end."""
-    return finish(start(*arguments, env=env))
+    return finish(start(*arguments, env=env, cwd=cwd))
