@@ -28,10 +28,14 @@ class BlockWriter:
     that the bytes are on the disk; after an exception the file is closed as it is.
     """
 
-    def __init__(self, path: Path, size: int) -> None:
-        """Create the file, `size` bytes of holes. Raises FileExistsError when it is there."""
+    def __init__(self, path: Path, size: int, again: bool = False) -> None:
+        """Create the file, `size` bytes of holes. Raises FileExistsError when it is there.
+
+        `again`: it is there, and some of its bytes are written once more.
+        """
         self.name = str(path)
-        self._plain = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        create = 0 if again else os.O_CREAT | os.O_EXCL
+        self._plain = os.open(path, os.O_WRONLY | create, 0o666)
         os.ftruncate(self._plain, size)
         self._direct = _open_direct(path, os.O_WRONLY)
         self._buffer = memoryview(mmap.mmap(-1, _WRITTEN_AT_ONCE))
@@ -46,8 +50,7 @@ class BlockWriter:
     ) -> None:
         try:
             if kind is None:
-                self._flush()
-                os.fsync(self._plain)
+                self.sync()
         finally:
             self._close_direct()
             os.close(self._plain)
@@ -69,6 +72,11 @@ class BlockWriter:
             data = data[taken:]
             if self._last == len(self._buffer):
                 self._flush()
+
+    def sync(self) -> None:
+        """Return when all that was written is on the disk."""
+        self._flush()
+        os.fsync(self._plain)
 
     def _flush(self) -> None:
         """Write what the buffer holds; it begins anew where that ended."""

@@ -18,7 +18,7 @@ from .model_class import (
     transformers_config,
 )
 from .safetensors_io import StoredTensor
-from .weight_files import has_weights, read_json_object, read_weights
+from .weight_files import file_names, has_weights, read_json_object, read_weights
 
 __all__ = [
     "Checkpoint",
@@ -33,9 +33,8 @@ __all__ = [
     "tied_weights",
 ]
 
-_INDEX_NAMES = ("model_index.json", "modular_model_index.json")
-_LOOSE = re.compile(r"(license|notice|readme|copying).*|.*\.(md|txt)", re.IGNORECASE)
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+INDEX_NAMES = ("model_index.json", "modular_model_index.json")
+LOOSE = re.compile(r"(license|notice|readme|copying).*|.*\.(md|txt)", re.IGNORECASE)
 _WEIGHTLESS_CLASS = re.compile(r"Tokenizer|Processor|Scheduler|FeatureExtractor|Guider|Guidance")
 # Class names of a model index that stand for "whatever config.json says".
 _ANY_CLASS = re.compile(r"Auto(?!encoder)\w*|\w*PreTrainedModel|ModelMixin")
@@ -71,7 +70,8 @@ class Checkpoint:
     """A pipeline folder, or one component's folder (then `class_name` is None).
 
     `others` are folders without weights, `loose_files` licences and notes at the root, `skipped`
-    the names in the index or in the folder that are not in use, with the reason.
+    the names in the index or in the folder that are not in use, with the reason. `source` is what
+    it is called, the folder or the Hub's id; `revision` the commit, where that is known.
     """
 
     path: Path
@@ -81,6 +81,14 @@ class Checkpoint:
     others: dict[str, Path]
     loose_files: list[Path]
     skipped: dict[str, str] = field(default_factory=dict)
+    source: str = ""
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        self.source = self.source or str(self.path)
+        resolved = self.path.absolute()
+        if self.revision is None and resolved.parent.name == "snapshots":
+            self.revision = resolved.name  # it lies in the Hub's cache
 
 
 def open_checkpoint(
@@ -96,7 +104,7 @@ def open_checkpoint(
     """
     path = _folder(source)
     _refuse_bundle(path)
-    index_file = next((path / n for n in _INDEX_NAMES if (path / n).is_file()), None)
+    index_file = next((path / n for n in INDEX_NAMES if (path / n).is_file()), None)
     if index_file is not None:
         if model_class is not None:
             raise MlxconvError(
@@ -159,13 +167,9 @@ def _folder(source: str | Path) -> Path:
             f"{path}: is a file, expected a folder as save_pretrained writes it; load it with "
             "diffusers' from_single_file and save_pretrained it first"
         )
-    hint = "check the path"
-    if _HUB_ID.fullmatch(str(source)):
-        hint = (
-            "Hub ids are not downloaded here, download it first with "
-            f"`hf download {source} --local-dir DIR` (huggingface-cli download)"
-        )
-    raise MlxconvError(f"{path}: no such folder; {hint}")
+    raise MlxconvError(
+        f"{path}: no such folder; check the path, or give a repository of the Hub as ORG/NAME"
+    )
 
 
 def _refuse_bundle(path: Path) -> None:
@@ -180,11 +184,11 @@ def _refuse_bundle(path: Path) -> None:
 def _open_pipeline(path: Path, index_file: Path, variant: str | None) -> Checkpoint:
     index = read_json_object(index_file)
     checkpoint = Checkpoint(path, _text(index.get("_class_name")), index, {}, {}, [])
-    for name, (library, class_name) in _listed(index, index_file).items():
+    for name, (library, class_name) in listed_components(index, index_file).items():
         folder = path / name
         if not folder.is_dir():
             checkpoint.skipped[name] = f"listed in {index_file.name}, but there is no such folder"
-        elif has_weights(folder) or _must_have_weights(folder, class_name):
+        elif has_weights(file_names(folder)) or _must_have_weights(folder, class_name):
             checkpoint.components[name] = _open_component(
                 folder, library, class_name, variant, fallback=True
             )
@@ -194,7 +198,7 @@ def _open_pipeline(path: Path, index_file: Path, variant: str | None) -> Checkpo
     return checkpoint
 
 
-def _listed(index: dict[str, Any], index_file: Path) -> dict[str, tuple[str, str]]:
+def listed_components(index: dict[str, Any], index_file: Path) -> dict[str, tuple[str, str]]:
     """Name -> (library, class). Absent components ([null, null]) and plain settings are left out.
 
     Modular indexes add a third element, where the component came from.
@@ -224,7 +228,7 @@ def _add_other_folders(checkpoint: Checkpoint, index_file: Path) -> None:
         name = folder.name
         if name.startswith((".", "__")) or name in checkpoint.components:
             continue
-        if has_weights(folder):
+        if has_weights(file_names(folder)):
             checkpoint.skipped[name] = f"has weights, but is not in {index_file.name}"
         else:
             checkpoint.others[name] = folder
@@ -316,4 +320,4 @@ def _refuse_quantized(config: dict[str, Any], config_file: Path) -> None:
 
 
 def _loose_files(path: Path) -> list[Path]:
-    return sorted(p for p in path.iterdir() if p.is_file() and _LOOSE.fullmatch(p.name))
+    return sorted(p for p in path.iterdir() if p.is_file() and LOOSE.fullmatch(p.name))

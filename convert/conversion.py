@@ -6,6 +6,7 @@ import resource
 import shutil
 import sys
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,15 @@ from .bundle_files import (
     versions,
     write_json,
 )
-from .checkpoint import Component, open_checkpoint
+from .checkpoint import Component
+from .hub_source import Asked, Download, opened
 from .interrupts import check_interrupt
 from .jobs import Job, Options, Run, bundle_bytes, prepare
 from .publishing.source_card import read_source_card
 from .recipe import RECIPE_FILE, load_recipe_file
 from .report import ComponentReport, ConvertReport, grouped_kept
-from .writer import MANIFEST, atomic_folder, check_target, read_back, write_weights
+from .resume import fingerprint, unfinished_folder, unfinished_path
+from .writer import MANIFEST, Saved, atomic_folder, check_target, read_back, write_weights
 
 
 def convert(
@@ -45,34 +48,87 @@ def convert(
 ) -> ConvertReport:
     """Convert a diffusers pipeline folder, or one component's folder, to an MLX bundle.
 
-    `options` are those of `Options`. The bundle appears whole at `out` or not at all. Raises
-    MlxconvError for everything a user can mend; the message says how.
+    `source` may be a repository of the Hub. `options` are those of `Options`. The bundle appears
+    whole at `out` or not at all. Raises MlxconvError for everything a user can mend; the message
+    says how.
     """
     started = time.perf_counter()
     chosen = Options(q=q, **options)
-    checkpoint = open_checkpoint(source, chosen.variant, chosen.model_class)
+    if not chosen.dry_run:
+        check_target(Path(out), chosen.force)
     recipe = load_recipe_file(chosen.recipe) if chosen.recipe else None
-    run = Run(checkpoint, chosen, recipe)
-    if progress:
-        run.say = lambda text: print(text, file=sys.stderr, flush=True)
-    if not chosen.dry_run:
-        check_target(Path(out), chosen.force, checkpoint.path)
+    asked = Asked(
+        chosen.variant, chosen.model_class, chosen.components, chosen.revision, chosen.low_disk,
+        chosen.verify_checksums, progress,
+    )  # fmt: skip
+    with opened(source, asked) as found:
+        run = Run(found.checkpoint, chosen, recipe)
+        if progress:
+            run.say = lambda text: print(text, file=sys.stderr, flush=True)
+        if found.download is None and not chosen.dry_run:
+            check_target(Path(out), chosen.force, found.checkpoint.path)
+        jobs = _prepared(run, found.download)
+        check_interrupt()
+        download = None if found.download is None else found.download.as_json()
+        if not chosen.dry_run:
+            _convert(run, jobs, found.download, Path(out), command, progress)
+        return _report(run, jobs, str(out), started, download)
+
+
+def _prepared(run: Run, download: Download | None) -> dict[str, Job]:
+    """The jobs; of weights that are on the Hub, by their headers alone where that is asked for."""
+    if download is None or not (run.options.dry_run or run.options.low_disk):
+        return prepare(run)
+    option = "--dry-run" if run.options.dry_run else "--low-disk"
+    download.sealed = f"nvfp4 looks at the weights to plan, {option} is without them; leave it out"
     jobs = prepare(run)
-    check_interrupt()
-    needed = bundle_bytes(checkpoint, jobs)
-    if not chosen.dry_run:
-        with (
-            _no_cache(),
-            atomic_folder(
-                Path(out), force=chosen.force, needed_bytes=needed,
-                source=checkpoint.path,
-            ) as folder,
-        ):  # fmt: skip
-            _write(run, jobs, folder, progress)
-            _write_manifest(run, jobs, folder, command)
-            _verify_written(run, jobs, folder)
-            check_interrupt()
-    return _report(run, jobs, str(out), started)
+    download.sealed = ""
+    return jobs
+
+
+def _convert(
+    run: Run, jobs: dict[str, Job], download: Download | None, out: Path, command: str | None,
+    progress: bool,
+) -> None:  # fmt: skip
+    """Fetch what is on the Hub, write the bundle, read it back."""
+    needed = bundle_bytes(run.checkpoint, jobs)
+    if download is not None:
+        download.check_room(out, needed)
+        run.say(f"{download.remote.name}: fetching {len(download.weights)} weight files")
+        download.fetch_all()
+    with _no_cache(), _target(run, jobs, download, out, needed) as (folder, saved):
+        _write(run, jobs, folder, progress, saved)
+        _write_manifest(run, jobs, folder, command)
+        _verify_written(run, jobs, folder)
+        check_interrupt()
+
+
+@contextmanager
+def _target(
+    run: Run, jobs: dict[str, Job], download: Download | None, out: Path, needed: int
+) -> Iterator[tuple[Path, Callable[[str], Saved | None]]]:
+    """The folder to fill, and what earlier runs finished of a component: of low-disk runs alone."""
+    force = run.options.force
+    if download is None or not run.options.low_disk:
+        source = run.checkpoint.path
+        with atomic_folder(out, force=force, needed_bytes=needed, source=source) as folder:
+            yield folder, lambda name: None
+        return
+    with unfinished_folder(out, _key(run, jobs), force=force, needed_bytes=needed) as work:
+        work.keep_only(jobs.keys())
+        download.shelf = unfinished_path(out) / "shelf"
+        yield work.folder, work.saved
+        download.drop()
+
+
+def _key(run: Run, jobs: dict[str, Job]) -> str:
+    """Of all that decides the weights' bytes."""
+    outputs = {
+        name: [output for group in job.plan.groups for output in group.outputs]
+        for name, job in jobs.items()
+    }
+    origin = [run.checkpoint.source, run.checkpoint.revision, versions()]
+    return fingerprint({"origin": origin, "method": run.options.method, "outputs": outputs})
 
 
 # ---- writing ------------------------------------------------------------------------------------
@@ -88,7 +144,10 @@ def _no_cache() -> Any:
         mx.set_cache_limit(before)
 
 
-def _write(run: Run, jobs: dict[str, Job], folder: Path, progress: bool) -> None:
+def _write(
+    run: Run, jobs: dict[str, Job], folder: Path, progress: bool,
+    saved: Callable[[str], Saved | None],
+) -> None:  # fmt: skip
     total = sum(job.plan.nbytes for job in jobs.values())
     bar = tqdm(
         total=total, unit="B", unit_scale=True, desc="writing", file=sys.stderr,
@@ -97,8 +156,10 @@ def _write(run: Run, jobs: dict[str, Job], folder: Path, progress: bool) -> None
     with bar:
         for name, job in jobs.items():
             target = folder / name
-            target.mkdir()
-            write_weights(target, WEIGHTS_STEM, job.plan.groups, progress=bar.update)
+            target.mkdir(exist_ok=True)
+            write_weights(
+                target, WEIGHTS_STEM, job.plan.groups, progress=bar.update, saved=saved(name)
+            )
             _write_program(job, target)
             _write_recipe(run, job, target)
             quantization = quantization_table(job.policy.default, job.plan.decisions.values())
@@ -158,8 +219,8 @@ def _write_manifest(run: Run, jobs: dict[str, Job], folder: Path, command: str |
         "format": BUNDLE_FORMAT,
         "version": BUNDLE_VERSION,
         "pipeline": run.checkpoint.class_name,
-        "source": str(run.checkpoint.path),
-        "revision": _revision(run.checkpoint.path),
+        "source": run.checkpoint.source,
+        "revision": run.checkpoint.revision,
         "variant": run.options.variant,
         "source_card": read_source_card(run.checkpoint.path),
         "command": command,
@@ -171,12 +232,6 @@ def _write_manifest(run: Run, jobs: dict[str, Job], folder: Path, command: str |
     # A root config.json makes the Hub count downloads, and tells loaders what this is.
     root = {"model_type": "mlxconv", "_class_name": run.checkpoint.class_name, "library": "mlx"}
     write_json(folder / "config.json", root)
-
-
-def _revision(path: Path) -> str | None:
-    """The commit, when the checkpoint lies in the Hub's cache (`snapshots/<commit>`)."""
-    resolved = path.absolute()
-    return resolved.name if resolved.parent.name == "snapshots" else None
 
 
 def _verify_written(run: Run, jobs: dict[str, Job], folder: Path) -> None:
@@ -199,7 +254,9 @@ def _unused(job: Job) -> list[str]:
     return sorted(set(unused))
 
 
-def _report(run: Run, jobs: dict[str, Job], out: str, started: float) -> ConvertReport:
+def _report(
+    run: Run, jobs: dict[str, Job], out: str, started: float, download: dict[str, Any] | None
+) -> ConvertReport:
     reports = {}
     for name, component in run.checkpoint.components.items():
         if name in jobs:
@@ -219,10 +276,9 @@ def _report(run: Run, jobs: dict[str, Job], out: str, started: float) -> Convert
             warnings.append(
                 f"{name}: {total} NaN or infinite values in {len(job.plan.not_finite)} tensors"
             )
-    source, q = str(run.checkpoint.path), run.options.q
+    source, revision, q = run.checkpoint.source, run.checkpoint.revision, run.options.q
     seconds = time.perf_counter() - started
-    revision = _revision(run.checkpoint.path)
-    return ConvertReport(out, source, revision, q, seconds, peak, reports, warnings)
+    return ConvertReport(out, source, revision, q, seconds, peak, reports, warnings, download)
 
 
 def _component_report(job: Job) -> ComponentReport:

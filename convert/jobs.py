@@ -60,6 +60,9 @@ class Options:
     weights_only: bool = False
     force: bool = False
     dry_run: bool = False
+    revision: str | None = None
+    verify_checksums: bool = False
+    low_disk: bool = False
 
 
 @dataclass

@@ -66,7 +66,8 @@ def make_plan(
     """Decide every parameter; nothing is read but samples that guard nvfp4.
 
     `found` maps a parameter's name to the name it is stored under. A tied tensor is written once,
-    under each name that a program reads.
+    under each name that a program reads. Groups are in the order of their source files: each file
+    is read once, and then no more.
     """
     plan = Plan([], {})
     for name, parameter in parameters.items():
@@ -74,7 +75,9 @@ def make_plan(
         decision = _decide(name, parameter, stored, policy)
         plan.decisions[name] = decision
         count = _counter(plan.not_finite, name)
-        plan.groups.append(_group(name, parameter, stored, decision.precision, method, count))
+        group = _group(name, parameter, stored, decision.precision, method, count)
+        plan.groups.append(replace(group, source=stored.file))
+    plan.groups.sort(key=lambda group: str(group.source))
     return plan
 
 

@@ -43,7 +43,11 @@ class ComponentReport:
 
 @dataclass
 class ConvertReport:
-    """A whole conversion. Sizes in bytes, time in seconds of wall clock."""
+    """A whole conversion. Sizes in bytes, time in seconds of wall clock.
+
+    `download`: the weights of a repository of the Hub: files, bytes, to_fetch (what the cache did
+    not have), free, cache.
+    """
 
     bundle: str
     source: str
@@ -53,6 +57,7 @@ class ConvertReport:
     peak_rss_bytes: int
     components: dict[str, ComponentReport]
     warnings: list[str] = field(default_factory=list)
+    download: dict[str, Any] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """What `convert --json` prints."""
@@ -65,6 +70,7 @@ class ConvertReport:
             "peak_rss_bytes": self.peak_rss_bytes,
             "components": {name: c.as_json() for name, c in self.components.items()},
             "warnings": self.warnings,
+            "download": self.download,
         }
 
     def as_text(self) -> str:
@@ -77,6 +83,8 @@ class ConvertReport:
         for name, part in self.components.items():
             lines += [f"{name}: {text}" for text in _notes(part)]
         lines += [f"warning: {text}" for text in self.warnings]
+        if self.download is not None:
+            lines.append(_download_line(self.source, self.revision, self.download))
         gigabytes = self.peak_rss_bytes / 2**30
         lines.append(f"{self.bundle}: {self.seconds:.1f} s, peak memory {gigabytes:.2f} GiB")
         return "\n".join(lines)
@@ -97,6 +105,15 @@ def grouped_kept(kept: Iterable[Mapping[str, str]]) -> list[dict[str, Any]]:
         if module not in group["modules"]:
             group["modules"].append(module)
     return list(groups.values())
+
+
+def _download_line(source: str, revision: str | None, download: dict[str, Any]) -> str:
+    fits = "" if download["to_fetch"] <= download["free"] else ", which is NOT enough"
+    return (
+        f"{source}@{(revision or '')[:7]}: {human_bytes(download['bytes'])} of weights in "
+        f"{download['files']} files, {human_bytes(download['to_fetch'])} to download; "
+        f"{human_bytes(download['free'])} free in {download['cache']}{fits}"
+    )
 
 
 def human_bytes(count: float) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -53,7 +53,8 @@ class StoredTensor:
     """A tensor in a weight file, known by its header; bytes are read when asked for.
 
     `offset` is in bytes from the start of the file. `strides` (in elements) is None for the
-    row-major tensors of safetensors; pickles may hold transposed ones.
+    row-major tensors of safetensors; pickles may hold transposed ones. `ready` is called before the
+    file is opened: a file of the Hub is fetched then.
     """
 
     name: str
@@ -62,6 +63,7 @@ class StoredTensor:
     file: Path
     offset: int
     strides: tuple[int, ...] | None = None
+    ready: Callable[[], object] = field(default=lambda: None, repr=False, compare=False)
 
     @property
     def size(self) -> int:
@@ -139,12 +141,14 @@ class StoredTensor:
         return raw.view(DTYPES[self.dtype][1])
 
     def _open(self, skip: int) -> BinaryIO:
+        self.ready()
         with self._named_errors():
             stream = self.file.open("rb", buffering=0)
         stream.seek(self.offset + skip)
         return stream
 
     def _reader(self, size: int) -> BlockReader:
+        self.ready()
         with self._named_errors():
             return BlockReader(self.file, size)
 

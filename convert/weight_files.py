@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,37 +41,65 @@ class Weights(NamedTuple):
     tensors: dict[str, StoredTensor]
 
 
+class Chosen(NamedTuple):
+    """Which files of a folder are read: their names, and where an index said so, its weight map."""
+
+    variant: str | None
+    files: list[str]
+    index_file: Path | None = None
+    weight_map: Mapping[str, str] | None = None
+
+
 @dataclass
 class _FileSet:
-    """Files of one name stem, variant and format: a single file, an index, numbered shards."""
+    """Names of one stem, variant and format: a single file, an index, numbered shards."""
 
     stem: str
     variant: str | None
     format: str
-    single: Path | None = None
-    index: Path | None = None
-    shards: dict[int, Path] = field(default_factory=dict)
+    single: str | None = None
+    index: str | None = None
+    shards: dict[int, str] = field(default_factory=dict)
     count: int = 0
 
 
-def has_weights(folder: Path) -> bool:
-    """Whether a folder holds weight files of PyTorch (safetensors or .bin), or an index of some."""
-    return bool(_file_sets(folder))
+def file_names(folder: Path) -> list[str]:
+    """Names of the files in a folder, sorted."""
+    return sorted(path.name for path in folder.iterdir() if not path.is_dir())
+
+
+def has_weights(names: Iterable[str]) -> bool:
+    """Whether PyTorch weight files (safetensors or .bin), or an index of some, are among them."""
+    return bool(_file_sets(names))
 
 
 def read_weights(folder: Path, library: str, variant: str | None, fallback: bool) -> Weights:
-    """Choose the weight files of a folder and read their headers.
+    """Choose the weight files of a folder, see `choose_files`, and read their headers."""
+    chosen = choose_files(folder, file_names(folder), library, variant, fallback)
+    tensors = _merge(folder / name for name in chosen.files)
+    if chosen.index_file and chosen.weight_map:
+        _check_index(chosen.index_file, chosen.weight_map, tensors)
+    _refuse_scaled_fp8(folder, tensors)
+    files = [folder / name for name in chosen.files]
+    return Weights(chosen.variant, files, dict(sorted(tensors.items())))
 
+
+def choose_files(
+    folder: Path, names: Collection[str], library: str, variant: str | None, fallback: bool
+) -> Chosen:
+    """Choose the weight files among the `names` of the files in a folder.
+
+    The folder may be on the Hub: of it only an index is read, which has to be in `folder` by then.
     `variant=None` takes the plain files, or else the only variant there is. With `fallback` a
     variant that the folder lacks gives the plain files, as diffusers does for each component.
-    Safetensors win over .bin. Raises MlxconvError for what is missing, damaged or ambiguous.
+    Safetensors win over .bin. Raises MlxconvError for what is missing or ambiguous.
     """
-    sets = _file_sets(folder)
+    sets = _file_sets(names)
     if not sets:
-        names = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+        found = ", ".join(sorted(names)[:8]) or "nothing"
         raise MlxconvError(
             f"{folder}: no PyTorch weights; expected diffusion_pytorch_model.safetensors, "
-            f"model.safetensors, shards with an index, or .bin, found {names}"
+            f"model.safetensors, shards with an index, or .bin, found {found}"
         )
     chosen_variant = _choose_variant(folder, {s.variant for s in sets}, variant, fallback)
     stems = _STEMS.get(library, _STEMS["other"])
@@ -79,27 +107,25 @@ def read_weights(folder: Path, library: str, variant: str | None, fallback: bool
         (s for s in sets if s.variant == chosen_variant),
         key=lambda s: (s.format != "safetensors", stems.index(s.stem)),
     )
-    files, tensors = _read_set(chosen, prefer_index=library == "diffusers")
-    _refuse_scaled_fp8(folder, tensors)
-    return Weights(chosen.variant, files, dict(sorted(tensors.items())))
+    return _files_of(chosen, folder, names, prefer_index=library == "diffusers")
 
 
-def _file_sets(folder: Path) -> list[_FileSet]:
+def _file_sets(names: Iterable[str]) -> list[_FileSet]:
     sets: dict[tuple[str, str | None, str], _FileSet] = {}
-    for path in sorted(folder.iterdir()):
-        is_index = _INDEX.fullmatch(path.name)
-        match = is_index or _WEIGHTS.fullmatch(path.name)
-        if match is None or path.is_dir():
+    for name in sorted(names):
+        is_index = _INDEX.fullmatch(name)
+        match = is_index or _WEIGHTS.fullmatch(name)
+        if match is None:
             continue
         key = (match["stem"], match["variant"] or match["late"], match["format"])
         entry = sets.setdefault(key, _FileSet(*key))
         if is_index:
-            entry.index = path
+            entry.index = name
         elif match["number"]:
-            entry.shards[int(match["number"])] = path
+            entry.shards[int(match["number"])] = name
             entry.count = max(entry.count, int(match["count"]))
         else:
-            entry.single = path
+            entry.single = name
     return list(sets.values())
 
 
@@ -120,39 +146,40 @@ def _choose_variant(
     )
 
 
-def _read_set(chosen: _FileSet, prefer_index: bool) -> tuple[list[Path], dict[str, StoredTensor]]:
+def _files_of(chosen: _FileSet, folder: Path, names: Collection[str], prefer_index: bool) -> Chosen:
     """diffusers takes the index where a single file lies beside it, transformers the file."""
     if chosen.single and not (chosen.index and prefer_index):
-        return [chosen.single], _read_file(chosen.single)
+        return Chosen(chosen.variant, [chosen.single])
     if chosen.index:
-        return _read_indexed(chosen.index)
+        index = folder / chosen.index
+        weight_map = _weight_map(index)
+        files = sorted(set(weight_map.values()))
+        absent = [name for name in files if name not in names]
+        if absent:
+            raise MlxconvError(
+                f"{index}: names {absent[0]!r}, which is not in the folder ({len(absent)} of "
+                f"{len(files)} shards missing); download the folder again"
+            )
+        return Chosen(chosen.variant, files, index, weight_map)
     missing = [n for n in range(1, chosen.count + 1) if n not in chosen.shards]
     files = [chosen.shards[n] for n in sorted(chosen.shards)]
     if missing:
         raise MlxconvError(
-            f"{files[0].parent}: shard {missing[0]} of {chosen.count} is missing, found "
-            f"{', '.join(f.name for f in files)}; download the folder again"
+            f"{folder}: shard {missing[0]} of {chosen.count} is missing, found "
+            f"{', '.join(files)}; download the folder again"
         )
-    return files, _merge(files)
+    return Chosen(chosen.variant, files)
 
 
-def _read_indexed(index: Path) -> tuple[list[Path], dict[str, StoredTensor]]:
-    weight_map = _weight_map(index)
-    files = [index.parent / name for name in sorted(set(weight_map.values()))]
-    absent = [f.name for f in files if not f.is_file()]
-    if absent:
-        raise MlxconvError(
-            f"{index}: names {absent[0]!r}, which is not in the folder ({len(absent)} of "
-            f"{len(files)} shards missing); download the folder again"
-        )
-    tensors = _merge(files)
+def _check_index(
+    index: Path, weight_map: Mapping[str, str], tensors: Mapping[str, StoredTensor]
+) -> None:
     for name, file_name in weight_map.items():
         if name not in tensors or tensors[name].file.name != file_name:
             raise MlxconvError(
                 f"{index}: says that {name!r} is in {file_name!r}, which lacks it; "
                 "index and shards are of different models, download the folder again"
             )
-    return files, tensors
 
 
 def _weight_map(index: Path) -> dict[str, str]:

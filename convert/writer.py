@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import IO, Any
 
@@ -91,12 +91,14 @@ class Group:
 
     produce: called once, when the group's turn comes; gives one part per output, in their order.
     What it returns is dropped before the next group is asked, so one group is in memory at a time.
-    parameters: how many of the model's parameters they hold, for the index.
+    parameters: how many of the model's parameters they hold, for the index. source: the file that
+    they are made from.
     """
 
     outputs: tuple[Output, ...]
     produce: Callable[[], Iterable[Part]]
     parameters: int
+    source: Path | None = None
 
     @property
     def nbytes(self) -> int:
@@ -132,18 +134,33 @@ def array_bytes(array: mx.array) -> memoryview:
 # ---------------------------------------------------------------------------------------- shards
 
 
+@dataclass(frozen=True)
+class Saved:
+    """Tensors that earlier runs wrote: name -> CRC-32. `add` notes more, once they are on disk."""
+
+    checks: dict[str, str]
+    add: Callable[[dict[str, str]], None]
+
+    def has(self, group: Group) -> bool:
+        """Whether all of a group is there."""
+        return all(output.name in self.checks for output in group.outputs)
+
+
 def write_weights(
     folder: Path,
     stem: str,
     groups: Sequence[Group],
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int], None] | None = None,
+    saved: Saved | None = None,
 ) -> dict[str, Any]:
     """Write `<stem>.safetensors`, or shards of it, and always `<stem>.safetensors.index.json`.
 
     Groups keep their order and are never split; the same input gives the same bytes. `progress` is
-    called with the bytes of each tensor written. Returns the index: `weight_map` (name -> file) and
-    `metadata` (total_size in bytes, total_parameters, crc32 of each tensor as 8 hex digits).
+    called with the bytes of each tensor written. `saved`: go on from what earlier runs wrote, and
+    note what is on the disk each time that the groups' source file changes.
+    Returns the index: `weight_map` (name -> file) and `metadata` (total_size in bytes,
+    total_parameters, crc32 of each tensor as 8 hex digits).
 
     Raises MlxconvError when a name is given twice, or a part does not have its output's bytes.
     """
@@ -155,7 +172,7 @@ def write_weights(
         name = f"{stem}.safetensors"
         if len(shards) > 1:
             name = f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
-        checks |= _write_shard(folder / name, shard, progress)
+        checks |= _write_shard(folder / name, shard, progress, saved)
         weight_map |= {output.name: name for group in shard for output in group.outputs}
     index = {
         "metadata": {
@@ -222,18 +239,32 @@ def _header(shard: Sequence[Group], spans: dict[str, tuple[int, int]]) -> bytes:
 
 
 def _write_shard(
-    path: Path, shard: Sequence[Group], progress: Callable[[int], None] | None
+    path: Path,
+    shard: Sequence[Group],
+    progress: Callable[[int], None] | None,
+    saved: Saved | None,
 ) -> dict[str, str]:
     """Write one file; returns the CRC-32 of each tensor (0.15 CPU s/GB; SHA-256 takes 0.51)."""
     spans = _arrange(shard)
     header = _header(shard, spans)
-    checks: dict[str, str] = {}
     size = len(header) + sum(group.nbytes for group in shard)
-    with BlockWriter(path, size) as file:
+    there = saved is not None and path.exists()
+    checks: dict[str, str] = {}
+    fresh: dict[str, str] = {}
+    with BlockWriter(path, size, again=there) as file:
         file.write(memoryview(header))
-        for group in shard:
-            checks |= _write_group(file, len(header), spans, group, progress)
-    return checks
+        for group, following in zip_longest(shard, shard[1:]):
+            if saved is not None and there and saved.has(group):
+                checks |= {output.name: saved.checks[output.name] for output in group.outputs}
+                if progress:
+                    progress(group.nbytes)
+                continue
+            fresh |= _write_group(file, len(header), spans, group, progress)
+            if saved is not None and (following is None or following.source != group.source):
+                file.sync()
+                saved.add(fresh)
+                checks, fresh = checks | fresh, {}
+    return checks | fresh
 
 
 def _write_group(
@@ -399,22 +430,32 @@ def atomic_folder(
     created = _make_parents(out.parent)
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
-        _check_space(out, needed_bytes)
+        check_space(out, needed_bytes)
         _make_empty(partial)
-        yield partial
-        _replace(partial, out)
-    except BaseException as error:
+        with full_disk_named(out, needed_bytes):
+            yield partial
+        put_in_place(partial, out)
+    except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
-        free = shutil.disk_usage(out.parent).free
         for folder in created:
             with suppress(OSError):
                 folder.rmdir()
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise MlxconvError(
-                f"{out}: the disk is full: {needed_bytes:,} bytes needed, {free:,} free now that "
-                "the unfinished bundle is removed"
-            ) from error
         raise
+
+
+@contextmanager
+def full_disk_named(out: Path, needed_bytes: int) -> Iterator[None]:
+    """MlxconvError with the figures for the OSError of a disk that is full, or over its quota."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = shutil.disk_usage(out.parent).free
+        raise MlxconvError(
+            f"{out}: the disk is full: the bundle needs {needed_bytes:,} bytes, {free:,} were "
+            "left; make room or choose another folder"
+        ) from error
 
 
 def check_target(out: Path, force: bool, source: Path | None = None) -> None:
@@ -449,7 +490,8 @@ def _make_parents(folder: Path) -> list[Path]:
     return missing
 
 
-def _check_space(out: Path, needed: int) -> None:
+def check_space(out: Path, needed: int) -> None:
+    """MlxconvError when the disk of `out` has less than `needed` bytes free."""
     free = shutil.disk_usage(out.parent).free
     if free < needed:
         raise MlxconvError(
@@ -466,7 +508,7 @@ def _make_empty(folder: Path) -> None:
         raise MlxconvError(f"{folder.parent}: cannot be written to: {error}") from error
 
 
-def _replace(partial: Path, out: Path) -> None:
+def put_in_place(partial: Path, out: Path) -> None:
     """Rename `partial` to `out`; an old `out` is put back when that fails."""
     old = out.parent / f".{out.name}.replaced-{os.getpid()}"
     try:

@@ -108,7 +108,7 @@ class Remote:
 
         wanted = self._known(paths)
         missing = [path for path in wanted if self.cached(path) is None]
-        if missing:
+        if missing and self.size(missing) > free_bytes(cache_folder()):
             check_room(self.repo, cache_folder(), self.to_fetch(missing))
 
         def download() -> str:
@@ -256,7 +256,7 @@ def check_room(what: str, folder: Path, needed: int) -> None:
     if needed > free:
         raise MlxconvError(
             f"{what}: {needed:,} bytes are needed in {folder}, {free:,} are free on that disk; "
-            "make room, or set HF_HOME to a folder on another disk"
+            "make room, or choose another disk (HF_HOME for downloads, -o for the bundle)"
         )
 
 

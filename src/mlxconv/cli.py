@@ -138,6 +138,11 @@ def cli() -> None:
 @click.option("--target-size", type=float, metavar="GB",
               help="The most precise --q whose bundle is at most this large.")  # fmt: skip
 @click.option("--variant", help="Weight files to read, such as fp16.")
+@click.option("--revision", help="Branch, tag or commit of a Hub SOURCE. [default: main]")
+@click.option("--verify-checksums", is_flag=True,
+              help="Compare what was downloaded with the Hub's checksums.")  # fmt: skip
+@click.option("--low-disk", is_flag=True,
+              help="Hold one weight file of a Hub SOURCE at a time.")  # fmt: skip
 @click.option("--weights-only", is_flag=True, help="Do not trace a program.")
 @click.option("--force", is_flag=True, help="Replace an existing bundle.")
 @click.option("--dry-run", is_flag=True, help="Decide and report, write nothing.")
@@ -151,7 +156,11 @@ def convert(
     verbose: bool, debug: bool, verify_after: bool, upload_repo: str | None,
     publishing: dict[str, Any], **options: Any,
 ) -> None:  # fmt: skip
-    """Convert SOURCE, a diffusers pipeline folder or one component's folder, to an MLX bundle."""
+    """Convert SOURCE to an MLX bundle.
+
+    SOURCE is a diffusers pipeline folder, one component's folder, or a repository of the Hub:
+    ORG/NAME, hf://ORG/NAME[@REVISION][/FOLDER] or the address of its page.
+    """
     _quiet()
     if out is None and upload_repo is None:
         raise click.UsageError("give -o OUT, the bundle to write, or --upload-repo")

@@ -517,7 +517,7 @@ def test_opening_imports_neither_diffusers_nor_torch(saved: Path) -> None:
 
 def test_no_such_folder(tmp_path: Path) -> None:
     fails(tmp_path / "nothing", "nothing: no such folder; check the path")
-    fails("org/some-model.1", "no such folder; Hub ids are not downloaded here.*`hf download org/s")
+    fails("org/some-model.1", "no such folder; check the path, or give a repository of the Hub")
 
 
 def test_a_file_is_no_folder(single: Path) -> None:
