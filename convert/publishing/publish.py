@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 from mlxconv.runtime.bundle import MANIFEST, Bundle, open_bundle
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.hub.download import open_remote
-from mlxconv.runtime.hub.names import HubName, hub_name
+from mlxconv.runtime.hub.names import HubName
 
 from ..bundle_files import write_json
-from ..inspection import inspect
-from ..report import ComponentReport, ConvertReport, human_bytes
+from ..report import human_bytes
 from .card import MARK, make_card
 from .card_facts import card_facts, read_sample
 from .licence import NOTICE_FILE, Given, Licence, licence_of, notice_text
@@ -26,25 +24,22 @@ from .measured import (
     Measured,
     covered,
     read_parity,
-    save_parity,
-    saved_report,
     write_whole,
 )
 from .preflight import Destination, look, prepare
 from .redaction import current_token, without_home, without_token
 from .source_card import (
     CARD_FILE,
+    LICENCE_FILE,
     Origin,
     copied_facts,
     front_matter,
     origin_of,
-    published_root,
-    read_source_card,
 )
 from .upload import Sent, send, state_of
 
 if TYPE_CHECKING:
-    from ..parity import ParityReport
+    pass
 
 Say = Callable[[str], None]
 
@@ -119,90 +114,7 @@ class UploadReport:
         return "\n".join(lines)
 
 
-# ---- before a conversion -------------------------------------------------------------------------
-
-
-def check_before_converting(
-    source: str, revision: str | None, wishes: Wishes, *, dry_run: bool = False
-) -> Destination | None:
-    """Ask for the licence and prepare the repository: nothing that costs more than seconds.
-
-    With `dry_run` the repository is only looked at; None where there is none.
-    """
-    name = hub_name(source)
-    texts: Path | None = None
-    if name is not None:
-        facts = _remote_facts(name.repo, name.at(revision).revision)
-        origin = Origin(name.repo, name.repo)
-    else:
-        folder = Path(source).expanduser()
-        facts, texts = read_source_card(folder), published_root(folder)
-        origin = origin_of(str(folder.absolute()), revision, wishes.base_model)
-    licence = licence_of(facts, origin, wishes.given, texts)
-    if dry_run:
-        return look(wishes.repo, wishes.revision)
-    return prepare(wishes.repo, private=wishes.private, revision=wishes.revision, licence=licence)
-
-
-def _remote_facts(repo: str, revision: str | None) -> dict[str, Any]:
-    """`copied_facts` of a repository's card; {} where it has none."""
-    remote = open_remote(HubName(repo, revision))
-    if CARD_FILE not in remote.files:
-        return {}
-    text = (remote.fetch([CARD_FILE]) / CARD_FILE).read_text(encoding="utf-8", errors="replace")
-    return copied_facts(front_matter(text, f"{repo}/{CARD_FILE}"))
-
-
-def written_by(out: Path, command: str) -> bool:
-    """Whether a whole bundle at `out` came from this very command: then it need not run again."""
-    if not (out.expanduser() / MANIFEST).is_file():
-        return False
-    return bool(open_bundle(out).manifest.get("command") == command)
-
-
-def finished_report(path: Path) -> ConvertReport:
-    """What `convert` says of a bundle that it wrote earlier, from its manifest and headers."""
-    manifest, seen = open_bundle(path).manifest, inspect(path)
-    parts = {}
-    for name, held in seen.components.items():
-        part = manifest["components"].get(name, {})
-        parts[name] = ComponentReport(
-            held.class_name, held.status, held.parameters, part.get("source_bytes", held.bytes),
-            held.bytes, held.bits_per_weight, held.quantized, unused=part.get("unused", []),
-            program=held.program, note="written before",
-        )  # fmt: skip
-    main = max(parts, key=lambda name: parts[name].parameters)
-    q = str(manifest["components"].get(main, {}).get("q", ""))
-    source, revision = str(manifest["source"]), manifest.get("revision")
-    return ConvertReport(str(path), source, revision, q, 0.0, 0, parts)
-
-
-# ---- the bundle ----------------------------------------------------------------------------------
-
-
-def measure(bundle: Path, source: str, *, known: bool = False, **options: Any) -> ParityReport:
-    """Verify a bundle against its source and keep the figures in it.
-
-    known: figures that it has already, of these very files and passed, will do. `options` are
-    those of `verify`. Models of more than a quarter of the memory are streamed.
-    """
-    from ..parity import verify
-
-    opened = open_bundle(bundle)
-    found = saved_report(opened) if known else None
-    if found is not None:
-        return found
-    largest = max(held.parameters for held in inspect(opened.path).components.values())
-    streamed = {"stream": True} if 4 * largest > _memory_bytes() / 4 else {}
-    report = verify(bundle, source, **{**streamed, **options})
-    base_model = opened.manifest.get("base_model")
-    origin = origin_of(str(opened.manifest["source"]), opened.manifest.get("revision"), base_model)
-    save_parity(opened, report, origin.label)
-    return report
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+# ---- publishing ----------------------------------------------------------------------------------
 
 
 def publish(
@@ -218,9 +130,9 @@ def publish(
     manifest = bundle.manifest
     base_model = wishes.base_model or manifest.get("base_model")
     origin = origin_of(str(manifest["source"]), manifest.get("revision"), base_model)
-    facts = manifest.get("source_card")
-    if facts is None:  # a bundle of an earlier version
-        facts = _remote_facts(origin.repo, origin.commit) if origin.repo else {}
+    facts = manifest.get("source_card") or {}
+    if not facts and origin.repo is not None:
+        facts = remote_facts(origin.repo, origin.commit, bundle.path)
     licence = licence_of(facts, origin, wishes.given, bundle.path)
     measured = _measured(bundle)
     if destination is None:
@@ -244,6 +156,22 @@ def publish(
     return UploadReport(
         wishes, destination, card, licence, measured, listing, sent, sent.deleted, notes
     )
+
+
+def remote_facts(repo: str, revision: str | None, bundle: Path | None = None) -> dict[str, Any]:
+    """`copied_facts` of a repository's card, {} where it has none; its licences into `bundle`."""
+    remote = open_remote(HubName(repo, revision))
+    texts = [path for path in remote.files if bundle and LICENCE_FILE.fullmatch(path)]
+    wanted = [*texts, *([CARD_FILE] if CARD_FILE in remote.files else [])]
+    if not wanted:
+        return {}
+    folder = remote.fetch(wanted)
+    for name in texts:
+        shutil.copyfile(folder / name, (bundle or folder) / name)
+    if CARD_FILE not in wanted:
+        return {}
+    text = (folder / CARD_FILE).read_text(encoding="utf-8", errors="replace")
+    return copied_facts(front_matter(text, f"{repo}/{CARD_FILE}"))
 
 
 def _measured(bundle: Bundle) -> Measured:

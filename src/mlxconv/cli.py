@@ -164,37 +164,30 @@ def convert(
     _quiet()
     if out is None and upload_repo is None:
         raise click.UsageError("give -o OUT, the bundle to write, or --upload-repo")
-    from .convert.conversion import convert as run
     from .convert.publishing.redaction import without_home, without_token
 
     command = without_home(without_token(shlex.join(["mlxconv", *sys.argv[1:]])))
-    out = out or Path(str(upload_repo).rpartition("/")[2])
-    wishes, dry_run, progress = None, options["dry_run"], not as_json or verbose
+    options |= {"set": settings, "progress": not as_json or verbose, "command": command}
     if upload_repo is not None:
-        from .convert.publishing.publish import check_before_converting, finished_report, written_by
+        from .convert.publishing.one_command import convert_and_publish
 
+        out = out or Path(upload_repo.rpartition("/")[2])
         wishes = _wishes(upload_repo, publishing, as_json)
-        destination = check_before_converting(source, None, wishes, dry_run=dry_run)
-    if wishes and not dry_run and written_by(out, command):
-        say(f"{out}: was converted by this same command; going on from there")
-        report = finished_report(out)
+        data, passed = convert_and_publish(source, out, q, wishes, say=say, **options)
+        text = "" if passed else f"{out}: did not pass verify; it is not published"
     else:
-        report = run(source, out, q, set=settings, progress=progress, command=command, **options)
-    data, text, passed = report.as_json(), report.as_text(), True
-    if (verify_after or wishes) and not dry_run:
-        from .convert.publishing.publish import measure
+        from .convert.conversion import convert as run
 
-        chosen = {name: options[name] for name in ("recipe", "model_class")}
-        parity = measure(out, source, known=bool(wishes), **chosen)
-        data["verify"], passed = parity.as_json(), parity.passed
-        text += "\n" + parity.as_text()
-    if wishes and passed and not dry_run:
-        from .convert.publishing.publish import publish
+        assert out is not None
+        report = run(source, out, q, **options)
+        data, text, passed = report.as_json(), report.as_text(), True
+        if verify_after and not options["dry_run"]:
+            from .convert.publishing.one_command import measure
 
-        if not as_json:
-            say(text)
-        sent = publish(out, wishes, destination, say=say)
-        data["upload"], text = sent.as_json(), sent.as_text()
+            chosen = {name: options[name] for name in ("recipe", "model_class")}
+            parity = measure(out, source, **chosen)
+            data["verify"], passed = parity.as_json(), parity.passed
+            text += "\n" + parity.as_text()
     _emit(as_json, data, text)
     if not passed:
         raise SystemExit(1)
@@ -410,13 +403,12 @@ def upload(
 ) -> None:  # fmt: skip
     """Publish BUNDLE as REPO on the Hub, with a card; done when every checksum there agrees."""
     _quiet()
-    from .convert.publishing.publish import measure, publish
+    from .convert.publishing.one_command import measure
+    from .convert.publishing.publish import publish
 
     wishes = _wishes(repo, publishing, as_json, **options)
     if against is not None:
-        parity = measure(bundle, against)
-        if not as_json:
-            say(parity.as_text())
+        say(measure(bundle, against).as_text())
     report = publish(bundle, wishes, dry_run=dry_run, say=say)
     _emit(as_json, report.as_json(), report.as_text())
 

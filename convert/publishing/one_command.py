@@ -1,0 +1,143 @@
+"""`mlxconv convert --upload-repo`: check, convert, verify, publish; go on where it stopped."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlxconv.runtime.bundle import MANIFEST, open_bundle
+from mlxconv.runtime.hub.names import hub_name
+
+from ..inspection import inspect
+from ..report import ComponentReport, ConvertReport
+from .licence import licence_of
+from .measured import save_parity, saved_report
+from .preflight import Destination, look, prepare
+from .publish import Say, Wishes, publish, remote_facts
+from .source_card import Origin, origin_of, published_root, read_source_card
+
+if TYPE_CHECKING:
+    from ..parity import ParityReport
+
+
+def convert_and_publish(
+    source: str, out: Path, q: str, wishes: Wishes, *, command: str, say: Say, **options: Any
+) -> tuple[dict[str, Any], bool]:
+    """What `convert --json` prints, with `verify` and `upload` in it, and whether all passed.
+
+    All that can refuse the upload is asked first. A bundle that this very `command` wrote is not
+    converted again, and figures of its files are not measured again. `options` are those of
+    `convert`.
+    """
+    dry_run = options["dry_run"]
+    destination = check_before_converting(source, options["revision"], wishes, dry_run=dry_run)
+    if not dry_run and written_by(out, command):
+        say(f"{out}: was converted by this same command; going on from there")
+        report = finished_report(out)
+    else:
+        from ..conversion import convert
+
+        report = convert(source, out, q, command=command, **options)
+    say(report.as_text())
+    data = report.as_json()
+    if dry_run:
+        return data, True
+    if not options["low_disk"]:  # that keeps nothing to compare with
+        chosen = {name: options[name] for name in ("recipe", "model_class")}
+        parity = measure(out, source, known=True, **chosen)
+        say(parity.as_text())
+        data["verify"] = parity.as_json()
+        if not parity.passed:
+            return data, False
+    sent = publish(out, wishes, destination, say=say)
+    say(sent.as_text())
+    return {**data, "upload": sent.as_json()}, True
+
+
+def check_before_converting(
+    source: str, revision: str | None, wishes: Wishes, *, dry_run: bool = False
+) -> Destination | None:
+    """Ask for the licence and prepare the repository: nothing that costs more than seconds.
+
+    With `dry_run` the repository is only looked at; None where there is none.
+    """
+    name = hub_name(source)
+    texts: Path | None = None
+    if name is not None:
+        facts = remote_facts(name.repo, name.at(revision).revision)
+        origin = Origin(name.repo, name.repo)
+    else:
+        folder = Path(source).expanduser()
+        facts, texts = read_source_card(folder), published_root(folder)
+        origin = origin_of(str(folder.absolute()), revision, wishes.base_model)
+    licence = licence_of(facts, origin, wishes.given, texts)
+    if dry_run:
+        return look(wishes.repo, wishes.revision)
+    return prepare(wishes.repo, private=wishes.private, revision=wishes.revision, licence=licence)
+
+
+def written_by(out: Path, command: str) -> bool:
+    """Whether a whole bundle at `out` came from this very command: then it need not run again."""
+    if not (out.expanduser() / MANIFEST).is_file():
+        return False
+    return bool(open_bundle(out).manifest.get("command") == command)
+
+
+def finished_report(path: Path) -> ConvertReport:
+    """What `convert` says of a bundle that it wrote earlier, from its manifest and headers."""
+    manifest, seen = open_bundle(path).manifest, inspect(path)
+    parts = {}
+    for name, held in seen.components.items():
+        part = manifest["components"].get(name, {})
+        parts[name] = ComponentReport(
+            held.class_name, held.status, held.parameters, part.get("source_bytes", held.bytes),
+            held.bytes, held.bits_per_weight, held.quantized, unused=part.get("unused", []),
+            program=held.program, note="written before",
+        )  # fmt: skip
+    main = max(parts, key=lambda name: parts[name].parameters)
+    q = str(manifest["components"].get(main, {}).get("q", ""))
+    source, revision = str(manifest["source"]), manifest.get("revision")
+    return ConvertReport(str(path), source, revision, q, 0.0, 0, parts)
+
+
+def measure(bundle: Path, source: str, *, known: bool = False, **options: Any) -> ParityReport:
+    """Verify a bundle against its source and keep the figures in it.
+
+    known: figures that it has already, of these very files and passed, will do. `options` are
+    those of `verify`. Models of more than a quarter of the memory are streamed. A source on the
+    Hub is taken at the commit that was converted.
+    """
+    from ..hub_source import Asked, opened
+    from ..parity import verify
+
+    held = open_bundle(bundle)
+    manifest = held.manifest
+    found = saved_report(held) if known else None
+    if found is not None:
+        return found
+    largest = max(part.parameters for part in inspect(held.path).components.values())
+    streamed = {"stream": True} if 4 * largest > _memory_bytes() / 4 else {}
+    on_hub = hub_name(source) is not None
+    asked = Asked(
+        manifest.get("variant"), options.get("model_class"),
+        tuple(manifest["components"]) if on_hub else (), manifest["revision"] if on_hub else None,
+    )  # fmt: skip
+    with opened(_without_revision(source), asked) as there:
+        if there.download is not None:
+            there.download.fetch_all()
+        report = verify(bundle, there.checkpoint.path, **{**streamed, **options})
+    origin = origin_of(str(manifest["source"]), manifest["revision"], manifest.get("base_model"))
+    save_parity(held, report, origin.label)
+    return report
+
+
+def _without_revision(source: str) -> str:
+    """A Hub source without the branch that its name says: the converted commit counts."""
+    name = hub_name(source)
+    return source if name is None else "hf://" + str(replace(name, revision=None))
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
