@@ -70,14 +70,10 @@ def list_bundle(bundle: Bundle, token: str | None = None) -> Listing:
         wanted |= _copied(bundle.path / name)
     for name in _other_folders(bundle):
         wanted |= _plain(bundle.path / name)
-    listing = Listing()
-    for path in sorted(_all_files(bundle.path)):
-        relative = path.relative_to(bundle.path).as_posix()
-        if path in wanted:
-            listing.files[relative] = _checked(bundle.path, relative, token)
-        else:
-            listing.left_out.append(relative)
-    return listing
+    names = sorted(path.relative_to(bundle.path).as_posix() for path in wanted)
+    there = {path.relative_to(bundle.path).as_posix() for path in _all_files(bundle.path)}
+    files = {name: _checked(bundle.path, name, token) for name in names}
+    return Listing(files, sorted(there - files.keys()))
 
 
 def _all_files(folder: Path) -> Iterator[Path]:
@@ -143,10 +139,12 @@ def _plain(folder: Path, suffixes: set[str] | None = None) -> set[Path]:
 
 def _checked(root: Path, relative: str, token: str | None) -> LocalFile:
     path = root / relative
-    if any(p.is_symlink() for p in (path, *path.parents[: relative.count("/")])):
+    chain = [*reversed(path.parents[: relative.count("/")]), path]
+    link = next((place for place in chain if place.is_symlink()), None)
+    if link is not None:
         raise MlxconvError(
-            f"{path}: is a symbolic link, and what it points to may not be yours to publish; copy "
-            "the file itself into the bundle"
+            f"{link}: is a symbolic link, and what it points to may not be yours to publish; copy "
+            "what it points to into the bundle"
         )
     digest = hashlib.sha256()
     with path.open("rb") as file:
