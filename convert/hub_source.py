@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.hub.bundles import HubBundle, is_hub_bundle
 from mlxconv.runtime.hub.download import (
     Remote,
     cache_folder,
@@ -24,7 +25,7 @@ from mlxconv.runtime.hub.download import (
     free_bytes,
     open_remote,
 )
-from mlxconv.runtime.hub.names import hub_name
+from mlxconv.runtime.hub.names import HubName, hub_name
 
 from .checkpoint import INDEX_NAMES, LOOSE, Checkpoint, listed_components, open_checkpoint
 from .safetensors_io import MAX_HEADER_BYTES
@@ -152,16 +153,44 @@ def opened(source: str | Path, asked: Asked) -> Iterator[Source]:
         return
     name = name.at(asked.revision)
     remote = open_remote(name, checksums=asked.checksums, progress=asked.progress)
+    with _private_folder(name) as folder:
+        yield _open(remote, folder, asked)
+
+
+@contextmanager
+def bundle_outline(remote: Remote) -> Iterator[Path]:
+    """A bundle of the Hub as a folder whose weight files have a header and no data."""
+    bundle = HubBundle(remote)
+    small = set(bundle.small())
+    base = f"{remote.name.folder}/" if remote.name.folder else ""
+    with _private_folder(remote.name) as folder:
+        for path in remote.within(remote.name.folder):
+            here = folder / path.removeprefix(base)
+            if path.endswith(".safetensors"):
+                _outline(here, remote, path)
+            elif path in small:
+                _link(here, bundle.path / path.removeprefix(base))
+        yield folder
+
+
+def shown_name(name: HubName) -> str:
+    """How errors, manifests and reports call a repository, or a folder in it."""
+    return f"{name.repo}/{name.folder}" if name.folder else name.repo
+
+
+@contextmanager
+def _private_folder(name: HubName) -> Iterator[Path]:
+    """A folder for the block; errors that name it name the repository instead."""
     with tempfile.TemporaryDirectory(prefix="mlxconv-", ignore_cleanup_errors=True) as scratch:
-        folder = Path(scratch).resolve() / (name.folder or name.repo).rpartition("/")[2]
-        shown = f"{name.repo}/{name.folder}" if name.folder else name.repo
+        folder = Path(scratch).resolve() / shown_name(name).rpartition("/")[2]
+        folder.mkdir()
         try:
-            yield _open(remote, folder, shown, asked)
+            yield folder
         except MlxconvError as error:
             text = str(error)
             if str(folder) not in text:
                 raise
-            raise MlxconvError(text.replace(str(folder), shown)) from error
+            raise MlxconvError(text.replace(str(folder), shown_name(name))) from error
 
 
 def _refuse_hub_options(source: str | Path, asked: Asked) -> None:
@@ -172,14 +201,13 @@ def _refuse_hub_options(source: str | Path, asked: Asked) -> None:
             raise MlxconvError(f"{source}: {option} is for repositories of the Hub, this is a path")
 
 
-def _open(remote: Remote, folder: Path, shown: str, asked: Asked) -> Source:
-    folder.mkdir()
+def _open(remote: Remote, folder: Path, asked: Asked) -> Source:
     chooser = _Chooser(remote, folder, asked)
     chooser.choose()
     download = Download(remote, asked, chooser.weights)
     with _headers(download):
         checkpoint = open_checkpoint(folder, asked.variant, asked.model_class)
-    checkpoint.source, checkpoint.revision = shown, remote.commit
+    checkpoint.source, checkpoint.revision = shown_name(remote.name), remote.commit
     checkpoint.skipped |= chooser.skipped
     for component in checkpoint.components.values():
         component.tensors = {
@@ -197,24 +225,31 @@ def _headers(download: Download) -> Iterator[None]:
     """
     hollow = []
     for here, path in download.weights.items():
-        there = download.remote.cached(path)
-        if there is None and here.suffix == ".safetensors":
-            _write_hollow(here, download.remote, path)
-            hollow.append(here)
-        elif there is not None:
-            _link(here, there)
-        elif download.asked.low_disk:
+        if here.suffix == ".safetensors":
+            hollow += [here] * _outline(here, download.remote, path)
+        elif download.asked.low_disk and download.remote.cached(path) is None:
             raise MlxconvError(
                 f"{here}: is no safetensors file, so that it must be whole to be planned for; "
                 "leave --low-disk out"
             )
         else:
-            download.bring(here)
+            _link(here, download.remote.fetch([path]) / path)
     try:
         yield
     finally:
         for here in hollow:
             here.unlink()
+
+
+def _outline(here: Path, remote: Remote, path: str) -> bool:
+    """A link to a file of the cache, or (True) a file of its size with its header and no data."""
+    there = remote.cached(path)
+    if there is not None:
+        _link(here, there)
+        return False
+    here.parent.mkdir(parents=True, exist_ok=True)
+    _write_hollow(here, remote, path)
+    return True
 
 
 def _write_hollow(here: Path, remote: Remote, path: str) -> None:
@@ -249,7 +284,7 @@ class _Chooser:
 
     def choose(self) -> None:
         """Fetch and link the small files, then choose the weights."""
-        if "mlxconv.json" in self.names:
+        if is_hub_bundle(self.remote):
             raise MlxconvError(
                 f"{self.folder}: is an mlxconv bundle, already converted; give the original "
                 "diffusers checkpoint"

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mlxconv.runtime.bundle import is_bundle, open_bundle, read_json
+from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.hub.bundles import is_hub_bundle
+from mlxconv.runtime.hub.download import open_remote
+from mlxconv.runtime.hub.names import hub_name
 from mlxconv.runtime.program import PROGRAM_FILE, load_program
 from mlxconv.runtime.weights import INDEX_FILE, Specs
 
 from .audit import bundle_tensors
-from .checkpoint import open_checkpoint, open_component
+from .checkpoint import Checkpoint, open_checkpoint, open_component
+from .hub_source import Asked, bundle_outline, opened, shown_name
 from .report import human_bytes, human_count
 from .safetensors_io import StoredTensor
 
@@ -40,13 +45,14 @@ class Held:
 
 @dataclass
 class Inspection:
-    """A checkpoint's or a bundle's components."""
+    """A checkpoint's or a bundle's components; `revision` is the commit, where it is on the Hub."""
 
     kind: str
     path: str
     format_version: int | None
     components: dict[str, Held]
     source: str | None = None
+    revision: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """What `inspect --json` prints."""
@@ -69,6 +75,7 @@ class Inspection:
             "kind": self.kind,
             "path": self.path,
             "source": self.source,
+            "revision": self.revision,
             "format_version": self.format_version,
             "components": components,
         }
@@ -95,9 +102,28 @@ class Inspection:
         return "\n".join(lines)
 
 
-def inspect(path: str | Path, *, tensors: bool = False) -> Inspection:
-    """Look at a checkpoint or a bundle (or one component's folder of either)."""
-    folder = Path(path).expanduser()
+def inspect(path: str | Path, *, tensors: bool = False, revision: str | None = None) -> Inspection:
+    """Look at a checkpoint or a bundle (or one component's folder of either).
+
+    Of a repository of the Hub, at `revision`, small files and the weights' headers are fetched.
+    """
+    name = hub_name(path)
+    if name is None:
+        if revision is not None:
+            raise MlxconvError(f"{path}: is a path, --revision is for repositories of the Hub")
+        return _of_folder(Path(path).expanduser(), tensors)
+    name = name.at(revision)
+    remote = open_remote(name)
+    if is_hub_bundle(remote):
+        with bundle_outline(remote) as folder:
+            found = _of_folder(folder, tensors)
+    else:
+        with opened(path, Asked(revision=revision)) as source:
+            found = _of_checkpoint(source.checkpoint, tensors)
+    return replace(found, path=shown_name(name), revision=remote.commit)
+
+
+def _of_folder(folder: Path, tensors: bool) -> Inspection:
     if is_bundle(folder):
         bundle = open_bundle(folder)
         held = {n: _converted(folder / n, tensors) for n in bundle.manifest["components"]}
@@ -110,12 +136,15 @@ def inspect(path: str | Path, *, tensors: bool = False) -> Inspection:
         version = config["mlxconv"].get("version")
         held = {folder.name: _converted(folder, tensors)}
         return Inspection("bundle", str(folder), version, held)
-    checkpoint = open_checkpoint(folder)
+    return _of_checkpoint(open_checkpoint(folder), tensors)
+
+
+def _of_checkpoint(checkpoint: Checkpoint, tensors: bool) -> Inspection:
     held = {
         name: _held(c.class_name, c.tensors, {}, tensors, "")
         for name, c in checkpoint.components.items()
     }
-    return Inspection("checkpoint", str(folder), None, held)
+    return Inspection("checkpoint", str(checkpoint.path), None, held)
 
 
 def _is_ours(folder: Path) -> bool:

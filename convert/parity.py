@@ -15,12 +15,14 @@ from typing import Any
 
 from mlxconv.runtime.bundle import Bundle, open_bundle, read_json
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.hub.names import hub_name
 from mlxconv.runtime.program import PROGRAM_FILE, load_program
 
 from .audit import Audit, audit
-from .checkpoint import Checkpoint, Component, open_checkpoint
+from .checkpoint import Checkpoint, Component
 from .comparison import Row, make_row
 from .forwards import Case, compare_entries
+from .hub_source import Asked, opened, shown_name
 from .recipe import Recipe, bundle_recipe, load_recipe_file
 
 TIERS = ("forward", "block")
@@ -104,22 +106,40 @@ def verify(
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
     if tier not in TIERS:
         raise MlxconvError(f"--tier {tier}: this version measures {', '.join(TIERS)}")
-    opened = open_bundle(bundle)
-    checkpoint = open_checkpoint(against, opened.manifest.get("variant"), model_class)
-    given = load_recipe_file(recipe) if recipe else None
-    report = ParityReport(str(bundle), str(against), seed)
-    for name in _names(opened, checkpoint, components):
-        folder = opened.component(name)
-        component = checkpoint.components[name]
-        config = read_json(folder / "config.json")
-        if "mlxconv" not in config:
-            raise MlxconvError(f"{folder}/config.json: not written by mlxconv; convert again")
-        own = _recipe(folder, component, given)
-        case = Case(
-            name, folder, component, config, own, seed, dtype, threshold, stream, dims or {}
-        )
-        _verify_component(case, tier, report, say)
-    return report
+    made = open_bundle(bundle)
+    with opened(against, _asked(made, against, components, model_class)) as source:
+        if source.download is not None:
+            source.download.fetch_all()
+        checkpoint = source.checkpoint
+        given = load_recipe_file(recipe) if recipe else None
+        report = ParityReport(str(bundle), str(against), seed)
+        for name in _names(made, checkpoint, components):
+            folder = made.component(name)
+            component = checkpoint.components[name]
+            config = read_json(folder / "config.json")
+            if "mlxconv" not in config:
+                raise MlxconvError(f"{folder}/config.json: not written by mlxconv; convert again")
+            own = _recipe(folder, component, given)
+            case = Case(
+                name, folder, component, config, own, seed, dtype, threshold, stream, dims or {}
+            )
+            _verify_component(case, tier, report, say)
+        return report
+
+
+def _asked(
+    bundle: Bundle, against: str | Path, components: Sequence[str], model_class: str | None
+) -> Asked:
+    """Of the Hub only what is compared, at the commit that the bundle was made of."""
+    manifest, name = bundle.manifest, hub_name(against)
+    own = name is not None and shown_name(name) == manifest.get("source") and not name.revision
+    return Asked(
+        manifest.get("variant"),
+        model_class,
+        tuple(n for n in manifest["components"] if not components or n in components),
+        manifest.get("revision") if own else None,
+        progress=True,
+    )
 
 
 def _names(bundle: Bundle, checkpoint: Checkpoint, asked: Sequence[str]) -> list[str]:

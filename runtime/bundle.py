@@ -1,19 +1,25 @@
 """Opens bundles: which components they hold, and each as a callable."""
 
+from __future__ import annotations
+
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from .errors import MlxconvError
 from .executor import Executor
+from .hub.names import hub_name
 from .ops import dtype_of, on_cpu
 from .program import PROGRAM_FILE, Program, load_program
 from .weights import Weights
+
+if TYPE_CHECKING:
+    from .hub.bundles import HubBundle
 
 MANIFEST = "mlxconv.json"
 BUNDLE_VERSION = 1
@@ -21,19 +27,33 @@ BUNDLE_VERSION = 1
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle's folder and its manifest (`mlxconv.json`)."""
+    """A bundle's folder and its manifest (`mlxconv.json`).
+
+    `remote`: of a bundle on the Hub; its folder is filled with the components that are used.
+    """
 
     path: Path
     manifest: dict[str, Any]
+    remote: HubBundle | None = None
 
-    def component(self, name: str) -> Path:
-        """The folder of a converted component; MlxconvError lists those that exist."""
+    def need(self, names: Iterable[str]) -> None:
+        """Fetch those of these components that the bundle has; nothing where it is not remote."""
+        if self.remote is not None:
+            self.remote.fetch(n for n in names if n in self.manifest["components"])
+
+    def component(self, name: str, *, weights: bool = True) -> Path:
+        """The folder of a converted component; MlxconvError lists those that exist.
+
+        `weights`: they will be read, so that those of a remote bundle are fetched.
+        """
         known = self.manifest["components"]
         if name not in known:
             copied = " (copied, not converted)" if name in self.manifest.get("copied", []) else ""
             raise MlxconvError(
                 f"{self.path}: no component {name!r}{copied}; it has {', '.join(known)}"
             )
+        if weights:
+            self.need([name])
         return self.path / name
 
 
@@ -56,7 +76,16 @@ def is_bundle(path: Path) -> bool:
 
 
 def open_bundle(path: str | Path) -> Bundle:
-    """Open what `convert` wrote. MlxconvError when it is no bundle, or of a newer format."""
+    """Open what `convert` wrote, a folder or a repository of the Hub.
+
+    MlxconvError when it is no bundle, or of a newer format.
+    """
+    name, remote = hub_name(path), None
+    if name is not None:
+        from .hub.bundles import open_hub_bundle
+
+        remote = open_hub_bundle(name)
+        path = remote.path
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise MlxconvError(f"{folder}: no such folder; give what `mlxconv convert` wrote")
@@ -73,7 +102,7 @@ def open_bundle(path: str | Path) -> Bundle:
         )
     if not isinstance(manifest.get("components"), dict):
         raise MlxconvError(f"{folder / MANIFEST}: lists no components; convert again")
-    return Bundle(folder, manifest)
+    return Bundle(folder, manifest, remote)
 
 
 class LoadedComponent:
@@ -129,7 +158,7 @@ def load_component(
     the conversion; on a CPU quantized weights run in float32, since MLX's CPU product would
     accumulate in bf16. `compile` and `stream`: see `Executor`.
     """
-    folder = _component_folder(Path(path).expanduser(), name)
+    folder = _component_folder(path, name)
     config = read_json(folder / "config.json")
     ours = config.get("mlxconv")
     if not isinstance(ours, dict) or ours.get("version") != BUNDLE_VERSION:
@@ -153,7 +182,7 @@ def load_component(
 
 def program_of(path: str | Path, name: str | None = None) -> Program:
     """The program of a bundle's component, without its weights."""
-    return load_program(_component_folder(Path(path).expanduser(), name) / PROGRAM_FILE)
+    return load_program(_component_folder(path, name, weights=False) / PROGRAM_FILE)
 
 
 def default_dtype(config: dict[str, Any]) -> str:
@@ -163,19 +192,20 @@ def default_dtype(config: dict[str, Any]) -> str:
     return str(config["mlxconv"].get("dtype", "float32"))
 
 
-def _component_folder(path: Path, name: str | None) -> Path:
-    if not is_bundle(path) and (path / "config.json").is_file() and (
+def _component_folder(given: str | Path, name: str | None, weights: bool = True) -> Path:
+    path = Path(given).expanduser()
+    if hub_name(given) is None and not is_bundle(path) and (path / "config.json").is_file() and (
         name is None or not (path / name).is_dir()
     ):  # fmt: skip
         folder = path
     else:
-        bundle = open_bundle(path)
+        bundle = open_bundle(given)
         if name is None:
             names = list(bundle.manifest["components"])
             if len(names) != 1:
-                raise MlxconvError(f"{path}: which component? It has {', '.join(names)}")
+                raise MlxconvError(f"{given}: which component? It has {', '.join(names)}")
             name = names[0]
-        folder = bundle.component(name)
+        folder = bundle.component(name, weights=weights)
     if not (folder / PROGRAM_FILE).is_file():
         raise MlxconvError(
             f"{folder}: has no {PROGRAM_FILE}: it was converted weights-only, or copied in part"

@@ -47,6 +47,7 @@ class Pipeline:
         index = opened.path / "model_index.json"
         name = str(read_json(index).get("_class_name", "")) if index.is_file() else ""
         self.family = family_of(name, str(opened.path))
+        opened.need([*self.family.encoders, self.family.denoiser, "vae"])
         self.parts, self.keep = Parts(opened, dtype), keep
         self._staged: Staged | None = None
 

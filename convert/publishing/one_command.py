@@ -109,7 +109,6 @@ def measure(bundle: Path, source: str, *, known: bool = False, **options: Any) -
     those of `verify`. Models of more than a quarter of the memory are streamed. A source on the
     Hub is taken at the commit that was converted.
     """
-    from ..hub_source import Asked, opened
     from ..parity import verify
 
     held = open_bundle(bundle)
@@ -119,15 +118,7 @@ def measure(bundle: Path, source: str, *, known: bool = False, **options: Any) -
         return found
     largest = max(part.parameters for part in inspect(held.path).components.values())
     streamed = {"stream": True} if 4 * largest > _memory_bytes() / 4 else {}
-    on_hub = hub_name(source) is not None
-    asked = Asked(
-        manifest.get("variant"), options.get("model_class"),
-        tuple(manifest["components"]) if on_hub else (), manifest["revision"] if on_hub else None,
-    )  # fmt: skip
-    with opened(_without_revision(source), asked) as there:
-        if there.download is not None:
-            there.download.fetch_all()
-        report = verify(bundle, there.checkpoint.path, **{**streamed, **options})
+    report = verify(bundle, _without_revision(source), **{**streamed, **options})
     origin = origin_of(str(manifest["source"]), manifest["revision"], manifest.get("base_model"))
     save_parity(held, report, origin.label)
     return report

@@ -164,6 +164,8 @@ def convert(
     _quiet()
     if out is None and upload_repo is None:
         raise click.UsageError("give -o OUT, the bundle to write, or --upload-repo")
+    if verify_after and options["low_disk"]:
+        raise click.UsageError("--low-disk drops the weights that --verify compares with")
     from .convert.publishing.redaction import without_home, without_token
 
     command = without_home(without_token(shlex.join(["mlxconv", *sys.argv[1:]])))
@@ -239,14 +241,16 @@ def verify(
 
 
 @cli.command()
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path")
+@click.option("--revision", help="Branch, tag or commit of a repository of the Hub.")
 @click.option("--program", "program", metavar="COMPONENT", help="Print its program as pseudo-code.")
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @_common
 def inspect(
-    path: Path, program: str | None, tensors: bool, as_json: bool, verbose: bool, debug: bool
-) -> None:
-    """What a checkpoint or a bundle holds, read from its files' headers."""
+    path: str, revision: str | None, program: str | None, tensors: bool, as_json: bool,
+    verbose: bool, debug: bool,
+) -> None:  # fmt: skip
+    """What a checkpoint or a bundle holds, here or on the Hub, read from its files' headers."""
     from .convert.inspection import inspect as look
 
     if program is not None:
@@ -257,7 +261,7 @@ def inspect(
         found = program_of(path, program)
         click.echo(to_json(found) if as_json else show(found))
         return
-    report = look(path, tensors=tensors)
+    report = look(path, tensors=tensors, revision=revision)
     _emit(as_json, report.as_json(), report.as_text())
 
 
