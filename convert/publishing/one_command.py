@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxconv.runtime.bundle import MANIFEST, open_bundle
+from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.hub.names import hub_name
 
 from ..inspection import inspect
 from ..report import ComponentReport, ConvertReport
+from ..writer import check_target
 from .licence import licence_of
 from .measured import save_parity, saved_report
 from .preflight import Destination, look, prepare
@@ -32,8 +34,11 @@ def convert_and_publish(
     `convert`.
     """
     dry_run = options["dry_run"]
+    finished = not dry_run and written_by(out, command)
+    if not (dry_run or finished):
+        check_target(out, options["force"])
     destination = check_before_converting(source, options["revision"], wishes, dry_run=dry_run)
-    if not dry_run and written_by(out, command):
+    if finished:
         say(f"{out}: was converted by this same command; going on from there")
         report = finished_report(out)
     else:
@@ -70,6 +75,8 @@ def check_before_converting(
         origin = Origin(name.repo, name.repo)
     else:
         folder = Path(source).expanduser()
+        if not folder.is_dir():
+            raise MlxconvError(f"{source}: no such folder; check the path, or give ORG/NAME")
         facts, texts = read_source_card(folder), published_root(folder)
         origin = origin_of(str(folder.absolute()), revision, wishes.base_model)
     licence = licence_of(facts, origin, wishes.given, texts)
