@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxconv.runtime.bundle import Bundle, read_json
+from mlxconv.runtime.bundle import Bundle, open_bundle, read_json
+from mlxconv.runtime.hub.names import hub_name
 from mlxconv.runtime.measuring.machine import described
 from mlxconv.runtime.program import CONSTANTS_FILE, PROGRAM_FILE
 from mlxconv.runtime.weights import INDEX_FILE
+
+from ..inspection import inspect
+from .source_card import origin_of
 
 if TYPE_CHECKING:
     from ..parity import ParityReport
@@ -67,6 +72,38 @@ def save_parity(bundle: Bundle, report: ParityReport, source: str) -> Path:
     file = bundle.path / PARITY_FILE
     write_whole(file, json.dumps(data, indent=1) + "\n")
     return file
+
+
+def measure(bundle: Path, source: str, *, known: bool = False, **options: Any) -> ParityReport:
+    """Verify a bundle against its source and keep the figures in it.
+
+    known: figures that it has already, of these very files and passed, will do. `options` are
+    those of `verify`. Models of more than a quarter of the memory are streamed. A source on the
+    Hub is taken at the commit that was converted.
+    """
+    from ..parity import verify
+
+    held = open_bundle(bundle)
+    manifest = held.manifest
+    found = saved_report(held) if known else None
+    if found is not None:
+        return found
+    largest = max(part.parameters for part in inspect(held.path).components.values())
+    streamed = {"stream": True} if 4 * largest > _memory_bytes() / 4 else {}
+    report = verify(bundle, _without_revision(source), **{**streamed, **options})
+    origin = origin_of(str(manifest["source"]), manifest["revision"], manifest.get("base_model"))
+    save_parity(held, report, origin.label)
+    return report
+
+
+def _without_revision(source: str) -> str:
+    """A Hub source without the branch that its name says: the converted commit counts."""
+    name = hub_name(source)
+    return source if name is None else "hf://" + str(replace(name, revision=None))
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def read_parity(bundle: Bundle) -> Measured:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlxconv.runtime.bundle import MANIFEST, open_bundle
 from mlxconv.runtime.errors import MlxconvError
@@ -15,13 +13,10 @@ from ..inspection import inspect
 from ..report import ComponentReport, ConvertReport
 from ..writer import check_target
 from .licence import licence_of
-from .measured import save_parity, saved_report
+from .measured import measure
 from .preflight import Destination, look, prepare
 from .publish import Say, Wishes, publish, remote_facts
 from .source_card import Origin, origin_of, published_root, read_source_card
-
-if TYPE_CHECKING:
-    from ..parity import ParityReport
 
 
 def convert_and_publish(
@@ -107,35 +102,3 @@ def finished_report(path: Path) -> ConvertReport:
     q = str(manifest["components"].get(main, {}).get("q", ""))
     source, revision = str(manifest["source"]), manifest.get("revision")
     return ConvertReport(str(path), source, revision, q, 0.0, 0, parts)
-
-
-def measure(bundle: Path, source: str, *, known: bool = False, **options: Any) -> ParityReport:
-    """Verify a bundle against its source and keep the figures in it.
-
-    known: figures that it has already, of these very files and passed, will do. `options` are
-    those of `verify`. Models of more than a quarter of the memory are streamed. A source on the
-    Hub is taken at the commit that was converted.
-    """
-    from ..parity import verify
-
-    held = open_bundle(bundle)
-    manifest = held.manifest
-    found = saved_report(held) if known else None
-    if found is not None:
-        return found
-    largest = max(part.parameters for part in inspect(held.path).components.values())
-    streamed = {"stream": True} if 4 * largest > _memory_bytes() / 4 else {}
-    report = verify(bundle, _without_revision(source), **{**streamed, **options})
-    origin = origin_of(str(manifest["source"]), manifest["revision"], manifest.get("base_model"))
-    save_parity(held, report, origin.label)
-    return report
-
-
-def _without_revision(source: str) -> str:
-    """A Hub source without the branch that its name says: the converted commit counts."""
-    name = hub_name(source)
-    return source if name is None else "hf://" + str(replace(name, revision=None))
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
