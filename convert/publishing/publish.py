@@ -19,13 +19,7 @@ from .card import MARK, make_card
 from .card_facts import card_facts, read_sample
 from .licence import NOTICE_FILE, Given, Licence, licence_of, notice_text
 from .listing import PICTURE_FILE, Listing, list_bundle
-from .measured import (
-    PARITY_FILE,
-    Measured,
-    covered,
-    read_parity,
-    write_whole,
-)
+from .measured import PARITY_FILE, Measured, covered, measure, read_parity, write_whole
 from .preflight import Destination, look, prepare
 from .redaction import current_token, without_home, without_token
 from .source_card import (
@@ -46,7 +40,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Wishes:
-    """How to publish. `base_model` names the source's repository, where the bundle does not."""
+    """How to publish.
+
+    base_model: the source's repository, where the bundle does not name it. against: the source to
+    verify against first, for the card.
+    """
 
     repo: str
     private: bool = False
@@ -54,6 +52,7 @@ class Wishes:
     given: Given = field(default_factory=Given)
     base_model: str | None = None
     picture: Path | None = None
+    against: str | None = None
 
 
 @dataclass(frozen=True)
@@ -134,11 +133,13 @@ def publish(
     if not facts and origin.repo is not None:
         facts = remote_facts(origin.repo, origin.commit, bundle.path)
     licence = licence_of(facts, origin, wishes.given, bundle.path)
-    measured = _measured(bundle)
     if destination is None:
         destination = look(wishes.repo, wishes.revision) if dry_run else prepare(
             wishes.repo, private=wishes.private, revision=wishes.revision, licence=licence
         )  # fmt: skip
+    if wishes.against is not None:
+        say(measure(bundle.path, wishes.against).as_text())
+    measured = _measured(bundle)
     origin = _ask_gated(origin, destination)
     notes = _notes(origin, licence, measured)
     for note in notes:

@@ -184,7 +184,7 @@ def convert(
         report = run(source, out, q, **options)
         data, text, passed = report.as_json(), report.as_text(), True
         if verify_after and not options["dry_run"]:
-            from .convert.publishing.one_command import measure
+            from .convert.publishing.measured import measure
 
             chosen = {name: options[name] for name in ("recipe", "model_class")}
             parity = measure(out, source, **chosen)
@@ -402,17 +402,14 @@ def generate(
 @_publishing
 @_common
 def upload(
-    bundle: Path, repo: str, against: str | None, dry_run: bool, publishing: dict[str, Any],
-    as_json: bool, verbose: bool, debug: bool, **options: Any,
+    bundle: Path, repo: str, dry_run: bool, publishing: dict[str, Any], as_json: bool,
+    verbose: bool, debug: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Publish BUNDLE as REPO on the Hub, with a card; done when every checksum there agrees."""
     _quiet()
-    from .convert.publishing.one_command import measure
     from .convert.publishing.publish import publish
 
     wishes = _wishes(repo, publishing, as_json, **options)
-    if against is not None:
-        say(measure(bundle, against).as_text())
     report = publish(bundle, wishes, dry_run=dry_run, say=say)
     _emit(as_json, report.as_json(), report.as_text())
 
