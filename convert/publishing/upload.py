@@ -150,14 +150,20 @@ def _commit(destination: Destination, listing: Listing, state: State, title: str
 def _upload(
     destination: Destination, listing: Listing, paths: set[str], gone: list[str], title: str
 ) -> None:
-    folder = next(iter(listing.files.values())).root
+    where: dict[str, Any] = {
+        "repo_id": destination.repo,
+        "revision": destination.revision,
+        "commit_message": title,
+    }
+    delete = [glob.escape(path) for path in gone]
+    if not paths:
+        destination.api.delete_files(delete_patterns=delete, **where)
+        return
     destination.api.upload_folder(
-        repo_id=destination.repo,
-        folder_path=folder,
-        revision=destination.revision,
-        commit_message=title,
-        allow_patterns=[glob.escape(path) for path in sorted(paths)] or [""],
-        delete_patterns=[glob.escape(path) for path in gone] or None,
+        folder_path=next(iter(listing.files.values())).root,
+        allow_patterns=[glob.escape(path) for path in sorted(paths)],
+        delete_patterns=delete or None,
+        **where,
     )
 
 

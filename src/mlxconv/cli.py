@@ -500,7 +500,9 @@ def main() -> None:
     except Exception as error:
         if "--debug" in sys.argv:
             raise
-        say(f"error: {_reason(error)}")
+        from .convert.publishing.redaction import without_token
+
+        say(f"error: {without_token(_reason(error))}")
         raise SystemExit(1) from None
 
 

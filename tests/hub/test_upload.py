@@ -119,6 +119,15 @@ def test_stale_shards_go_and_a_users_own_files_stay(
     assert published(hub) == {**contents(one), "images/cat.txt": b"mine"}
 
 
+def test_a_file_that_is_no_longer_in_the_bundle_goes(hub: Hub, bundle: Path, env: Env) -> None:
+    extra = bundle / "scheduler" / "extra[1].json"
+    extra.write_text("{}")
+    assert run("upload", bundle, REPO, env=env).code == 0
+    extra.unlink()
+    assert run("upload", bundle, REPO, env=env).code == 0
+    assert published(hub) == contents(bundle)
+
+
 def test_junk_is_left_out_and_listed(hub: Hub, bundle: Path, env: Env) -> None:
     junk = {".DS_Store", "transformer/old.safetensors", "scheduler/__pycache__/a.pyc", "notes/a.md",
             "scheduler/.hidden", "scheduler/b.part"}  # fmt: skip
