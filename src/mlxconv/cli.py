@@ -495,7 +495,8 @@ def main() -> None:
         error.show()
         raise SystemExit(error.exit_code) from None
     except (KeyboardInterrupt, click.Abort) as error:
-        say(str(error) or "interrupted; nothing was left half-written")
+        cause = error.__cause__ if isinstance(error, click.Abort) else error
+        say(str(cause or "") or "interrupted; nothing was left half-written")
         raise SystemExit(_INTERRUPTED) from None
     except Exception as error:
         if "--debug" in sys.argv:

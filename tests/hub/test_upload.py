@@ -421,7 +421,7 @@ def large(tmp_path: Path) -> Path:
 
 def test_after_a_kill_whole_files_are_not_sent_again(hub: Hub, large: Path, tmp_path: Path) -> None:
     env = hub_env(hub, tmp_path / "hf", transport="http")
-    hub.fail("PUT", "/put/", "delay", nth=tuple(range(5, 60)), seconds=30)
+    hub.fail("PUT", "/put/", "delay", nth=tuple(range(5, 60)), seconds=600)
     process = start("upload", large, REPO, env=env)
     _begun(hub, "http", 4)
     process.kill()
@@ -434,7 +434,7 @@ def test_after_a_kill_whole_files_are_not_sent_again(hub: Hub, large: Path, tmp_
 
 
 def test_after_a_kill_by_xet_the_same_command_completes(hub: Hub, large: Path, env: Env) -> None:
-    hub.fail("POST", COMMIT, "delay", seconds=30)
+    hub.fail("POST", COMMIT, "delay", seconds=600)
     process = start("upload", large, REPO, env=env)
     hub.wait_for("POST", COMMIT, seconds=60)
     process.kill()

@@ -11,8 +11,9 @@ from .conftest import Env, Finished
 from .server import READ_TOKEN, TOKEN
 
 PROGRAM = """
-from mlxconv.convert.publishing import upload
-upload.RETRY_PAUSES = (0.05, 0.05)
+import time
+sleep = time.sleep
+time.sleep = lambda seconds: sleep(min(seconds, 0.02))  # of the client's retries, and of ours
 from mlxconv.cli import main
 main()
 """
@@ -25,7 +26,7 @@ def start(*arguments: object, env: Env, cwd: Path | None = None) -> subprocess.P
     return subprocess.Popen(command, env=env, cwd=cwd, stdout=pipe, stderr=pipe, text=True)
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 120) -> Finished:
+def finish(process: subprocess.Popen[str], timeout: float = 240) -> Finished:
     """Its end. It must show neither a token nor a traceback, and call nothing done that failed."""
     began = time.monotonic()
     try:
