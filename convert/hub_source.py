@@ -153,7 +153,14 @@ def opened(source: str | Path, asked: Asked) -> Iterator[Source]:
         return
     name = name.at(asked.revision)
     remote = open_remote(name, checksums=asked.checksums, progress=asked.progress)
-    with _private_folder(name) as folder:
+    with opened_remote(remote, asked) as found:
+        yield found
+
+
+@contextmanager
+def opened_remote(remote: Remote, asked: Asked) -> Iterator[Source]:
+    """The same for a repository that was looked up already."""
+    with _private_folder(remote.name) as folder:
         yield _open(remote, folder, asked)
 
 

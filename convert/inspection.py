@@ -18,7 +18,7 @@ from mlxconv.runtime.weights import INDEX_FILE, Specs
 
 from .audit import bundle_tensors
 from .checkpoint import Checkpoint, open_checkpoint, open_component
-from .hub_source import Asked, bundle_outline, opened, shown_name
+from .hub_source import Asked, bundle_outline, opened_remote, shown_name
 from .report import human_bytes, human_count
 from .safetensors_io import StoredTensor
 
@@ -118,7 +118,7 @@ def inspect(path: str | Path, *, tensors: bool = False, revision: str | None = N
         with bundle_outline(remote) as folder:
             found = _of_folder(folder, tensors)
     else:
-        with opened(path, Asked(revision=revision)) as source:
+        with opened_remote(remote, Asked()) as source:
             found = _of_checkpoint(source.checkpoint, tensors)
     return replace(found, path=shown_name(name), revision=remote.commit)
 

@@ -10,8 +10,10 @@ import glob
 import hashlib
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ from .names import HubName
 # Seconds before a failed transfer is tried again; complete files are not sent twice.
 _PAUSES = (1.0, 4.0)
 _NOBODY_THERE = ("ConnectError", "ProxyError", "UnsupportedProtocol")
+_ABANDONED = 3600.0  # seconds without a write to a partial file; a live one has a timeout of 10
 T = TypeVar("T")
 
 
@@ -116,8 +119,9 @@ class Remote:
                 self.repo, revision=self.commit, allow_patterns=_exactly(wanted)
             )
 
-        with self._named(cache_folder(), missing), _bars(self.progress):
-            folder = Path(_persistent(download))
+        blobs = cache_folder() / f"models--{self.repo.replace('/', '--')}" / "blobs"
+        with self._named(cache_folder(), missing), _bars(self.progress), _swept(blobs):
+            folder = Path(_persistent(lambda: _interruptible(download)))
         absent = [path for path in wanted if not (folder / path).is_file()]
         if absent:
             raise MlxconvError(f"{self.repo}@{self.commit[:7]}: {absent[0]} was not downloaded")
@@ -137,8 +141,9 @@ class Remote:
             def download() -> str:
                 return hf_hub_download(self.repo, path, revision=self.commit, local_dir=str(folder))
 
-            with self._named(folder, [path]), _bars(self.progress):
-                there = Path(_persistent(download))
+            parts = folder / ".cache" / "huggingface" / "download"
+            with self._named(folder, [path]), _bars(self.progress), _swept(parts):
+                there = Path(_persistent(lambda: _interruptible(download)))
         self._check(path, there)
         return there
 
@@ -230,6 +235,8 @@ def open_remote(name: HubName, *, checksums: bool = False, progress: bool = Fals
             resolved = _persistent(lambda: api.resolve_revision(name.repo, revision=name.revision))
         commit = str(resolved.resolved)
         try:
+            if checksums:  # which the cached listing lacks
+                raise CachedRepoTreeNotFoundError
             listed = list(get_cached_repo_tree(name.repo, revision=commit))
         except CachedRepoTreeNotFoundError:
             tree = _persistent(
@@ -285,11 +292,53 @@ def _persistent(call: Callable[[], T]) -> T:
     for pause in _PAUSES:
         try:
             return call()
-        except http_error() as error:
-            if type(error).__name__ in _NOBODY_THERE or not is_transient(error):
+        except Exception as error:
+            # The client wraps a failure when the cache does not help either.
+            why = error if isinstance(error, http_error()) else error.__cause__
+            if not isinstance(why, http_error()) or type(why).__name__ in _NOBODY_THERE:
+                raise
+            if not is_transient(why):
                 raise
             time.sleep(pause)
     return call()
+
+
+def _interruptible(call: Callable[[], T]) -> T:
+    """The call's result; Ctrl-C ends the wait for it at once.
+
+    The client would wait for its threads, and they for a server that says nothing. They go on
+    until the process ends.
+    """
+    found: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            found.set_result(call())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return found.result()
+
+
+@contextmanager
+def _swept(folder: Path) -> Iterator[None]:
+    """Without the client's partial files, which no later run goes on from.
+
+    Those of earlier processes go when nothing was written to them for an hour; on an exception,
+    Ctrl-C included, those of this block go too.
+    """
+    before = set(folder.glob("*.incomplete"))
+    for old in before:
+        with suppress(OSError):
+            if time.time() - old.stat().st_mtime > _ABANDONED:
+                old.unlink()
+    try:
+        yield
+    except BaseException:
+        for made in set(folder.glob("*.incomplete")) - before:
+            made.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager

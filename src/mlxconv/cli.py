@@ -8,10 +8,11 @@ import json
 import os
 import shlex
 import sys
+import threading
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -497,7 +498,7 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort) as error:
         cause = error.__cause__ if isinstance(error, click.Abort) else error
         say(str(cause or "") or "interrupted; nothing was left half-written")
-        raise SystemExit(_INTERRUPTED) from None
+        _leave(_INTERRUPTED)
     except Exception as error:
         if "--debug" in sys.argv:
             raise
@@ -505,6 +506,15 @@ def main() -> None:
 
         say(f"error: {without_token(_reason(error))}")
         raise SystemExit(1) from None
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit, not waiting for threads of libraries: a download's may wait for minutes."""
+    if threading.active_count() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise SystemExit(code) from None
 
 
 def _reason(error: Exception) -> str:

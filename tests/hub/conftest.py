@@ -93,18 +93,36 @@ def hub_env(hub: Hub, home: Path, token: str | None = TOKEN, transport: str = "x
     return found
 
 
-def start(*arguments: object, env: Env) -> subprocess.Popen[str]:
-    """`mlxconv ARGUMENTS` as a process of its own."""
-    program = "from mlxconv.cli import main; main()"
+MLXCONV = "from mlxconv.cli import main; main()"
+# The download alone: all files of a repository that end in argv[2], without PyTorch and MLX.
+FETCH = """
+import sys
+from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.hub.download import open_remote
+from mlxconv.runtime.hub.names import hub_name
+try:
+    remote = open_remote(hub_name(sys.argv[1]), checksums="--verify-checksums" in sys.argv)
+    print(remote.fetch(path for path in remote.files if path.endswith(sys.argv[2])))
+except MlxconvError as error:
+    sys.exit(f"error: {error}")
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def start(*arguments: object, env: Env, program: str = MLXCONV) -> subprocess.Popen[str]:
+    """`mlxconv ARGUMENTS`, or another program, as a process of its own."""
     command = [sys.executable, "-c", program, *(str(argument) for argument in arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
 
 
-def run(*arguments: object, env: Env, timeout: float = 120) -> Finished:
-    """`mlxconv ARGUMENTS` to its end. Neither the token nor a traceback may be in what it says."""
+def run(
+    *arguments: object, env: Env, timeout: float = 240, program: str = MLXCONV
+) -> Finished:  # fmt: skip
+    """The same to its end. Neither the token nor a traceback may be in what it says."""
     began = time.monotonic()
-    process = start(*arguments, env=env)
+    process = start(*arguments, env=env, program=program)
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

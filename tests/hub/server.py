@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -31,7 +32,7 @@ TOKEN = "hf_writer_secret"  # of "tester", who may write in the organization bel
 READ_TOKEN = "hf_reader_secret"  # of "reader", whose token only reads
 ORGANIZATION = "mlx-community"
 
-Action = Literal["status", "drop", "reset", "truncate", "corrupt", "delay", "stall"]
+Action = Literal["status", "drop", "reset", "stall", "corrupt", "delay"]
 
 
 class Refused(Exception):
@@ -154,7 +155,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.fault is None:
             return False
         self.request_log.fault = self.fault.action
-        if self.fault.action in ("drop", "reset"):
+        cut = self.fault.action in ("drop", "reset")
+        if cut and not (self.command == "GET" and self.fault.after):
             self._take(self.fault.after)
             self.hang_up(reset=self.fault.action == "reset")
             return True
@@ -225,7 +227,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _pour(self, begin: int, end: int, read: Callable[[int, int], bytes]) -> None:
         fault = self.fault
-        short = fault is not None and fault.action in ("truncate", "stall")
+        short = fault is not None and fault.action in ("drop", "reset", "stall")
         stop = min(end, begin + fault.after) if fault and short else end
         for at in range(begin, stop, 1 << 20):
             piece = read(at, min(at + (1 << 20), stop))
@@ -239,7 +241,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.flush()
             if fault and fault.action == "stall":
                 self.hub.released.wait(fault.seconds or 60)
-            self.hang_up(reset=False)
+            self.hang_up(reset=fault is not None and fault.action == "reset")
 
     def _start(self, status: int, headers: Mapping[str, str]) -> None:
         self.request_log.status = status
@@ -251,11 +253,12 @@ class Handler(BaseHTTPRequestHandler):
     def hang_up(self, reset: bool) -> None:
         """Close the connection, with a TCP reset or in an orderly way."""
         self.close_connection, self.request_log.status = True, "RST" if reset else "FIN"
-        if reset:
-            linger = struct.pack("ii", 1, 0)
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-        else:
-            self.connection.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # the client may have gone first
+            if reset:
+                linger = struct.pack("ii", 1, 0)
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            else:
+                self.connection.shutdown(socket.SHUT_RDWR)
         self.connection.close()
 
 
@@ -328,10 +331,9 @@ class Hub:
 
         nth: only these matches, counted from 1 (None: all). action:
         "status": answer `status` (503), with `code` (X-Error-Code), `message`, `headers`;
-        "drop", "reset": read `after` bytes of the request, then hang up (TCP FIN, RST), no answer;
-        "truncate": send `after` bytes of the body, then hang up; "stall": then wait, at most
-        `seconds` (60), for `release`; "corrupt": flip byte `after` of the body;
-        "delay": answer after `seconds`.
+        "drop", "reset": hang up (TCP FIN, RST) after `after` bytes of the body, of the answer to a
+        GET and of the request otherwise; "stall": the same, but wait in silence before, at most
+        `seconds` (60); "corrupt": flip byte `after` of the answer; "delay": answer after `seconds`.
         """
         chosen = None if nth is None else frozenset([nth] if isinstance(nth, int) else nth)
         fault = Fault(method, re.compile(path), action, chosen, **details)
@@ -374,7 +376,7 @@ class Hub:
                 found.append(request)
         return found
 
-    def wait_for(self, method: str, path: str, sent: int = 0, seconds: float = 20) -> Request:
+    def wait_for(self, method: str, path: str, sent: int = 0, seconds: float = 60) -> Request:
         """The first such request, once it is there and `sent` bytes of its answer went out."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
