@@ -165,6 +165,9 @@ def convert(
     _quiet()
     if out is None and upload_repo is None:
         raise click.UsageError("give -o OUT, the bundle to write, or --upload-repo")
+    if upload_repo is None and (given := [name for name, value in publishing.items() if value]):
+        option = given[0].replace("license_id", "license").replace("_", "-")
+        raise click.UsageError(f"--{option} is about publishing: give --upload-repo too")
     if verify_after and options["low_disk"]:
         raise click.UsageError("--low-disk drops the weights that --verify compares with")
     from .convert.publishing.redaction import without_home, without_token
