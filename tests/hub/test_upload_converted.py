@@ -31,6 +31,7 @@ def test_one_command_converts_verifies_and_publishes_and_goes_on_after_a_failure
 ) -> None:
     command = ("convert", source, "--q", "8bit", "--upload-repo", REPO,
                "--base-model", "acme/tiny-flux")  # fmt: skip
+    env = {**env, "HOME": str(tmp_path)}
     hub.fail("POST", "/commit/", status=500)
     failed = run(*command, env=env, cwd=tmp_path)
     assert failed.code == 1 and "not published: 0 of" in failed.error
