@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from mlxconv.runtime.bundle import MANIFEST
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.hub.errors import hub_errors
@@ -38,10 +40,8 @@ class Destination:
     @property
     def url(self) -> str:
         """Its page."""
-        from huggingface_hub import constants
-
         branch = "" if self.revision == "main" else f"/tree/{self.revision}"
-        return f"{constants.ENDPOINT}/{self.repo}{branch}"
+        return f"{_endpoint()}/{self.repo}{branch}"
 
 
 def check_repo_id(repo: str) -> str:
@@ -151,20 +151,23 @@ def refuse_foreign(repo: str, paths: Collection[str], ours: Collection[str] = ()
 
 
 def _check_metadata(repo: str, licence: Licence) -> None:
-    """Ask the Hub whether it takes the licence's id, which it would refuse after the conversion."""
-    from huggingface_hub import ModelCard, ModelCardData
+    """Ask the Hub whether it takes the licence's id, which it would refuse after the conversion.
 
-    data = ModelCardData(ignore_metadata_errors=False, **licence.metadata())
+    Not by `ModelCard.validate`, which in 1.x asks huggingface.co whatever HF_ENDPOINT says.
+    """
+    text = yaml.safe_dump(licence.metadata(), sort_keys=False)
+    content = {"repoType": "model", "content": f"---\n{text}---\n"}
     with hub_errors(repo):
-        try:
-            ModelCard(f"---\n{data.to_yaml()}\n---\n").validate()
-        except ValueError as error:
-            if type(error) is not ValueError:
-                raise
+        http = _http()
+        answer = http.get_session().post(
+            f"{_endpoint()}/api/validate-yaml", json=content, headers=http.build_hf_headers()
+        )
+        if answer.status_code == 400:
+            said = [str(error["message"]) for error in answer.json()["errors"]]
             raise MlxconvError(
-                f"{repo}: the Hub does not take the licence {licence.label!r}: "
-                f"{' '.join(str(error).split())[:200]}"
-            ) from error
+                f"{repo}: the Hub does not take the licence {licence.label!r}: {'; '.join(said)}"
+            )
+        http.hf_raise_for_status(answer)
 
 
 def _check_write(api: HfApi, repo: str) -> None:
@@ -172,8 +175,17 @@ def _check_write(api: HfApi, repo: str) -> None:
     if "write" in inspect.signature(api.auth_check).parameters:
         api.auth_check(repo, write=True)
         return
+    http = _http()
+    address = f"{_endpoint()}/api/models/{repo}/auth-check/write"
+    http.hf_raise_for_status(http.get_session().get(address, headers=http.build_hf_headers()))
+
+
+def _http() -> Any:
+    """huggingface_hub's own session, headers and errors."""
+    return import_module("huggingface_hub.utils")
+
+
+def _endpoint() -> str:
     from huggingface_hub import constants
 
-    utils: Any = import_module("huggingface_hub.utils")
-    address = f"{constants.ENDPOINT}/api/models/{repo}/auth-check/write"
-    utils.hf_raise_for_status(utils.get_session().get(address, headers=utils.build_hf_headers()))
+    return str(constants.ENDPOINT)
