@@ -14,11 +14,11 @@ from typing import Any
 from mlxconv.runtime.errors import MlxconvError
 
 from .checkpoint import Checkpoint
+from .publishing.source_card import LICENCE_FILE, published_root
 from .quantization import Decision, Precision
 
 BUNDLE_FORMAT = "mlxconv-bundle"
 BUNDLE_VERSION = 1
-_LICENCE = re.compile(r"(license|licence|notice|copying).*", re.IGNORECASE)
 _PACKAGES = ("mlxconv", "mlx", "torch", "diffusers", "transformers", "safetensors")
 
 
@@ -78,8 +78,8 @@ def component_config(
 
 def copy_rest(checkpoint: Checkpoint, out: Path, warn: list[str]) -> None:
     """Everything that is not a component: scheduler, tokenizers (as tokenizer.json), licences."""
-    for file in checkpoint.loose_files:
-        if _LICENCE.fullmatch(file.name):
+    for file in (*checkpoint.loose_files, *published_root(checkpoint.path).iterdir()):
+        if LICENCE_FILE.fullmatch(file.name) and file.is_file():
             shutil.copyfile(file, out / file.name)
     for name, folder in checkpoint.others.items():
         shutil.copytree(folder, out / name, ignore=shutil.ignore_patterns(".*", "__pycache__"))

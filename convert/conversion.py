@@ -30,8 +30,9 @@ from .bundle_files import (
 from .checkpoint import Component
 from .hub_source import Asked, Download, opened
 from .jobs import Job, Options, Run, bundle_bytes, prepare
+from .publishing.source_card import read_source_card
 from .recipe import RECIPE_FILE, load_recipe_file
-from .report import ComponentReport, ConvertReport
+from .report import ComponentReport, ConvertReport, grouped_kept
 from .resume import fingerprint, unfinished_folder, unfinished_path
 from .writer import MANIFEST, Saved, atomic_folder, check_target, read_back, write_weights
 
@@ -209,6 +210,8 @@ def _write_manifest(run: Run, jobs: dict[str, Job], folder: Path, command: str |
             "q": str(job.policy.default),
             "method": run.options.method if job.policy.default.quantized else None,
             "program": job.compiled is not None,
+            "source_bytes": sum(t.nbytes for t in job.component.tensors.values()),
+            "kept": grouped_kept(_kept(job)),
             "unused": _unused(job),
         }
         for name, job in jobs.items()
@@ -221,6 +224,7 @@ def _write_manifest(run: Run, jobs: dict[str, Job], folder: Path, command: str |
         "source": run.checkpoint.source,
         "revision": run.checkpoint.revision,
         "variant": run.options.variant,
+        "source_card": read_source_card(run.checkpoint.path),
         "command": command,
         "versions": versions(),
         "components": converted,
@@ -282,11 +286,6 @@ def _report(
 def _component_report(job: Job) -> ComponentReport:
     parameters = sum(group.parameters for group in job.plan.groups)
     bytes_in = sum(t.nbytes for t in job.component.tensors.values())
-    kept = [
-        {"name": d.name, "dtype": str(d.precision), "why": d.why}
-        for d in job.plan.decisions.values()
-        if d.why is not None and (d.why != "not a linear weight" or _is_matrix(job, d.name))
-    ]
     program = None
     if job.compiled is not None:
         made = job.compiled.program
@@ -300,12 +299,21 @@ def _component_report(job: Job) -> ComponentReport:
         job.plan.nbytes,
         8 * job.plan.nbytes / max(1, parameters),
         sum(d.precision.quantized for d in job.plan.decisions.values()),
-        kept,
+        _kept(job),
         _unused(job),
         job.plan.not_finite,
         program,
         job.note,
     )
+
+
+def _kept(job: Job) -> list[dict[str, str]]:
+    """Parameters that did not get the precision asked, each with the reason."""
+    return [
+        {"name": d.name, "dtype": str(d.precision), "why": d.why}
+        for d in job.plan.decisions.values()
+        if d.why is not None and (d.why != "not a linear weight" or _is_matrix(job, d.name))
+    ]
 
 
 def _is_matrix(job: Job, name: str) -> bool:

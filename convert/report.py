@@ -1,5 +1,7 @@
 """What a conversion did, as data (the CLI's JSON) and as text."""
 
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +88,23 @@ class ConvertReport:
         gigabytes = self.peak_rss_bytes / 2**30
         lines.append(f"{self.bundle}: {self.seconds:.1f} s, peak memory {gigabytes:.2f} GiB")
         return "\n".join(lines)
+
+
+def grouped_kept(kept: Iterable[Mapping[str, str]]) -> list[dict[str, Any]]:
+    """`ComponentReport.kept` by reason and dtype, for the manifest: numbers in module names as `*`,
+    so that a model's blocks are one entry."""
+    groups: dict[tuple[str, str], dict[str, Any]] = {}
+    for item in kept:
+        why, dtype = item["why"], item["dtype"]
+        reason = "recipe keeps" if why.startswith("recipe keeps") else why
+        group = groups.setdefault(
+            (reason, dtype), {"why": reason, "dtype": dtype, "tensors": 0, "modules": []}
+        )
+        group["tensors"] += 1
+        module = re.sub(r"\d+", "*", item["name"].removesuffix(".weight").removesuffix(".bias"))
+        if module not in group["modules"]:
+            group["modules"].append(module)
+    return list(groups.values())
 
 
 def _download_line(source: str, revision: str | None, download: dict[str, Any]) -> str:

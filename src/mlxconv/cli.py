@@ -10,6 +10,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,6 +44,39 @@ def _common(command: Callable[..., Any]) -> Callable[..., Any]:
     ):
         command = option(command)
     return command
+
+
+def _publishing(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options of the commands that publish, handed on together as `publishing`."""
+    names = ("private", "license_id", "license_name", "license_link", "base_model")
+
+    @wraps(command)
+    def gathered(**options: Any) -> Any:
+        return command(publishing={name: options.pop(name) for name in names}, **options)
+
+    for option in (
+        click.option("--base-model", metavar="NAMESPACE/NAME",
+                     help="Of a local SOURCE: its repository, for the card."),
+        click.option("--license-link", metavar="URL", help="Where its text is."),
+        click.option("--license-name", metavar="NAME", help="Of a licence with the id `other`."),
+        click.option("--license", "license_id", metavar="ID",
+                     help="For a source whose card states no licence."),
+        click.option("--private", is_flag=True, help="Create the repository as a private one."),
+    ):  # fmt: skip
+        gathered = option(gathered)
+    return gathered
+
+
+def _wishes(repo: str, publishing: dict[str, Any], as_json: bool, **more: Any) -> Any:
+    """How to publish, from the options; the client's progress bars are people's."""
+    from .convert.publishing.licence import Given
+    from .convert.publishing.publish import Wishes
+
+    if as_json or not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    given = Given(*(publishing[f"license_{part}"] for part in ("id", "name", "link")))
+    base_model = publishing["base_model"]
+    return Wishes(repo, publishing["private"], given=given, base_model=base_model, **more)
 
 
 class _Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
@@ -79,9 +113,8 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("source")
-@click.option(
-    "-o", "--out", type=click.Path(path_type=Path), required=True, help="Bundle to write."
-)
+@click.option("-o", "--out", type=click.Path(path_type=Path),
+              help="Bundle to write. [default: the name in --upload-repo]")  # fmt: skip
 @click.option("--q", "q", default="bf16", show_default=True, metavar="PRECISION",
               help="fp32, bf16, fp16, 8bit, 6bit, 5bit, 4bit, 3bit, 2bit, mxfp8, mxfp4, nvfp4, "
               "or a policy FILE.toml.")  # fmt: skip
@@ -115,10 +148,14 @@ def cli() -> None:
 @click.option("--force", is_flag=True, help="Replace an existing bundle.")
 @click.option("--dry-run", is_flag=True, help="Decide and report, write nothing.")
 @click.option("--verify", "verify_after", is_flag=True, help="Verify against SOURCE afterwards.")
+@click.option("--upload-repo", metavar="NAMESPACE/NAME",
+              help="Verify, and publish there: the repository is checked first.")  # fmt: skip
+@_publishing
 @_common
 def convert(
-    source: str, out: Path, q: str, settings: tuple[tuple[str, str], ...], as_json: bool,
-    verbose: bool, debug: bool, verify_after: bool, **options: Any,
+    source: str, out: Path | None, q: str, settings: tuple[tuple[str, str], ...], as_json: bool,
+    verbose: bool, debug: bool, verify_after: bool, upload_repo: str | None,
+    publishing: dict[str, Any], **options: Any,
 ) -> None:  # fmt: skip
     """Convert SOURCE to an MLX bundle.
 
@@ -126,20 +163,37 @@ def convert(
     ORG/NAME, hf://ORG/NAME[@REVISION][/FOLDER] or the address of its page.
     """
     _quiet()
-    from .convert.conversion import convert as run
-
+    if out is None and upload_repo is None:
+        raise click.UsageError("give -o OUT, the bundle to write, or --upload-repo")
+    if upload_repo is None and (given := [name for name, value in publishing.items() if value]):
+        option = given[0].replace("license_id", "license").replace("_", "-")
+        raise click.UsageError(f"--{option} is about publishing: give --upload-repo too")
     if verify_after and options["low_disk"]:
         raise click.UsageError("--low-disk drops the weights that --verify compares with")
-    command = shlex.join(["mlxconv", *sys.argv[1:]])
-    progress = not as_json or verbose
-    report = run(source, out, q, set=settings, progress=progress, command=command, **options)
-    data, text, passed = report.as_json(), report.as_text(), True
-    if verify_after and not options["dry_run"]:
-        from .convert.parity import verify as check
+    from .convert.publishing.redaction import without_home, without_token
 
-        parity = check(out, source, recipe=options["recipe"], model_class=options["model_class"])
-        data["verify"], passed = parity.as_json(), parity.passed
-        text += "\n" + parity.as_text()
+    command = without_home(without_token(shlex.join(["mlxconv", *sys.argv[1:]])))
+    options |= {"set": settings, "progress": not as_json or verbose, "command": command}
+    if upload_repo is not None:
+        from .convert.publishing.one_command import convert_and_publish
+
+        out = out or Path(upload_repo.rpartition("/")[2])
+        wishes = _wishes(upload_repo, publishing, as_json)
+        data, passed = convert_and_publish(source, out, q, wishes, say=say, **options)
+        text = "" if passed else f"{out}: did not pass verify; it is not published"
+    else:
+        from .convert.conversion import convert as run
+
+        assert out is not None
+        report = run(source, out, q, **options)
+        data, text, passed = report.as_json(), report.as_text(), True
+        if verify_after and not options["dry_run"]:
+            from .convert.publishing.measured import measure
+
+            chosen = {name: options[name] for name in ("recipe", "model_class")}
+            parity = measure(out, source, **chosen)
+            data["verify"], passed = parity.as_json(), parity.passed
+            text += "\n" + parity.as_text()
     _emit(as_json, data, text)
     if not passed:
         raise SystemExit(1)
@@ -376,6 +430,29 @@ def generate(
     _emit(as_json, report.as_json(), report.as_text(verbose))
 
 
+@cli.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("repo")
+@click.option("--revision", metavar="BRANCH", help="Branch to upload to. [default: main]")
+@click.option("--picture", type=click.Path(path_type=Path, dir_okay=False, exists=True),
+              metavar="PNG", help="A picture made with BUNDLE, for its card.")  # fmt: skip
+@click.option("--against", metavar="SOURCE", help="Verify against it first, for the card.")
+@click.option("--dry-run", is_flag=True, help="Write the card, list the files, send nothing.")
+@_publishing
+@_common
+def upload(
+    bundle: Path, repo: str, dry_run: bool, publishing: dict[str, Any], as_json: bool,
+    verbose: bool, debug: bool, **options: Any,
+) -> None:  # fmt: skip
+    """Publish BUNDLE as REPO on the Hub, with a card; done when every checksum there agrees."""
+    _quiet()
+    from .convert.publishing.publish import publish
+
+    wishes = _wishes(repo, publishing, as_json, **options)
+    report = publish(bundle, wishes, dry_run=dry_run, say=say)
+    _emit(as_json, report.as_json(), report.as_text())
+
+
 @cli.group()
 def recipe() -> None:
     """Recipes: what a class takes, which sizes are free, what stays precise."""
@@ -456,13 +533,16 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         raise SystemExit(error.exit_code) from None
-    except (KeyboardInterrupt, click.Abort):
-        say("interrupted; nothing was left half-written")
+    except (KeyboardInterrupt, click.Abort) as error:
+        cause = error.__cause__ if isinstance(error, click.Abort) else error
+        say(str(cause or "") or "interrupted; nothing was left half-written")
         _leave(_INTERRUPTED)
     except Exception as error:
         if "--debug" in sys.argv:
             raise
-        say(f"error: {_reason(error)}")
+        from .convert.publishing.redaction import without_token
+
+        say(f"error: {without_token(_reason(error))}")
         raise SystemExit(1) from None
 
 
