@@ -1,0 +1,1 @@
+"""A tiny trained FLUX.1 pipeline: its captioned pictures, its training and its checkpoint."""

@@ -1,0 +1,94 @@
+"""Train the tiny pipeline: python -m mlxconv.convert.shapes.training OUT.
+
+Autoencoder, text encoders, then the transformer on the autoencoder's latents, by one seed, on one
+core. OUT/work holds the states: a run that was interrupted goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .autoencoder import train_autoencoder
+from .loops import Log, Schedule
+from .text import Encoders, train_encoders
+from .transformer import Data, make_data, train_transformer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long each part is trained, and on how many pictures a step."""
+
+    autoencoder: Schedule
+    encoders: Schedule
+    transformer: Schedule
+    scenes: int  # whose latents the transformer sees
+    batches: tuple[int, int, int] = (16, 128, 128)
+
+
+FULL = Plan(
+    autoencoder=Schedule(2400, 2e-3, average=0.995),
+    encoders=Schedule(500, 2e-3, warmup=50, average=0.99),
+    transformer=Schedule(8000, 1e-3, warmup=200, average=0.999, exact_from=0.8),
+    scenes=32768,
+)
+
+
+def train_pipeline(
+    out: Path, seed: int = 0, plan: Plan = FULL, say: Callable[[str], None] = lambda text: None
+) -> Path:
+    """Train all parts and write `out/checkpoint`, a FluxPipeline in bf16; its folder."""
+    work = out / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    log = Log(out / "training_log.csv", say)
+    vae = train_autoencoder(work, seed, plan.autoencoder, plan.batches[0], log)
+    encoders = train_encoders(work, seed, plan.encoders, plan.batches[1], log)
+    data = _data(work / "data.pt", vae, encoders, plan.scenes, seed)
+    transformer = train_transformer(
+        work, data, encoders, seed, plan.transformer, plan.batches[2], log
+    )
+    return save_pipeline(out / "checkpoint", vae, encoders, transformer)
+
+
+def _data(path: Path, vae: Any, encoders: Encoders, scenes: int, seed: int) -> Data:
+    if path.exists():
+        return Data(**torch.load(path, weights_only=True))
+    data = make_data(vae, encoders, scenes, seed)
+    torch.save(vars(data), path)
+    return data
+
+
+def save_pipeline(folder: Path, vae: Any, encoders: Encoders, transformer: Any) -> Path:
+    """A FluxPipeline as `save_pretrained` writes it, its weights rounded to bf16."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+
+    pipeline = FluxPipeline(
+        FlowMatchEulerDiscreteScheduler(), vae, encoders.clip, encoders.clip_tokenizer,
+        encoders.t5, encoders.t5_tokenizer, transformer,
+    )  # fmt: skip
+    pipeline.to(torch.bfloat16).save_pretrained(str(folder))
+    return folder
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description="Train the tiny pipeline that mlxconv ships.")
+    parser.add_argument("out", type=Path, help="folder for the checkpoint, the log and the states")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(chosen.threads)
+    folder = train_pipeline(
+        chosen.out, chosen.seed, say=lambda text: print(text, file=sys.stderr, flush=True)
+    )
+    print(folder)
+
+
+if __name__ == "__main__":
+    main()
