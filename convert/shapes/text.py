@@ -20,6 +20,7 @@ from .pictures import COLOURS, EXTENTS, PLACES, RELATIONS, SHAPES, Scene, traini
 
 TOKENS = 16  # of each encoder, padding and special tokens included
 CLIP_WIDTH, T5_WIDTH = 64, 128
+_ROWS = 64  # of T5's vocabulary and CLIP's positions; more than are used, as in the published ones
 _SENTENCES = tuple(
     f"a {size} {colour} {shape} on {colour}, {where} a"
     for size in EXTENTS for colour in COLOURS for shape in SHAPES for where in (*PLACES, *RELATIONS)
@@ -87,10 +88,10 @@ def new_encoders() -> Encoders:
     clip, t5 = clip_tokenizer(), t5_tokenizer()
     return Encoders(clip, t5, CLIPTextModel(CLIPTextConfig(
         vocab_size=len(clip), hidden_size=CLIP_WIDTH, intermediate_size=2 * CLIP_WIDTH,
-        num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=TOKENS,
+        num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=_ROWS,
         projection_dim=CLIP_WIDTH, bos_token_id=0, eos_token_id=1, pad_token_id=1,
     )), T5EncoderModel(T5Config(
-        vocab_size=len(t5), d_model=T5_WIDTH, d_kv=32, d_ff=T5_WIDTH, num_layers=2, num_heads=4,
+        vocab_size=_ROWS, d_model=T5_WIDTH, d_kv=32, d_ff=T5_WIDTH, num_layers=2, num_heads=4,
         feed_forward_proj="gated-gelu", dropout_rate=0.0,
     )))  # fmt: skip
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .autoencoder import train_autoencoder
+from .autoencoder import train_autoencoder, train_decoder
 from .loops import Log, Schedule
 from .text import Encoders, train_encoders
 from .transformer import Data, make_data, train_transformer
@@ -28,6 +28,7 @@ class Plan:
     autoencoder: Schedule
     encoders: Schedule
     transformer: Schedule
+    decoder: Schedule  # more of the autoencoder's, its latents fixed
     scenes: int  # whose latents the transformer sees
     batches: tuple[int, int, int] = (16, 128, 128)
 
@@ -36,6 +37,7 @@ FULL = Plan(
     autoencoder=Schedule(2400, 2e-3, average=0.995),
     encoders=Schedule(500, 2e-3, warmup=50, average=0.99),
     transformer=Schedule(8000, 1e-3, warmup=200, average=0.999, exact_from=0.8),
+    decoder=Schedule(4000, 1e-3, average=0.998),
     scenes=32768,
 )
 
@@ -53,6 +55,7 @@ def train_pipeline(
     transformer = train_transformer(
         work, data, encoders, seed, plan.transformer, plan.batches[2], log
     )
+    vae = train_decoder(vae, work, seed, plan.decoder, plan.batches[0], log)
     return save_pipeline(out / "checkpoint", vae, encoders, transformer)
 
 
