@@ -1,12 +1,14 @@
-"""Pictures of held-out captions, and the share of them that is right."""
+"""Pictures of captions by diffusers and by a bundle, and whether they are right."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
+
+from mlxconv.runtime.pipeline import Pipeline
 
 from .checker import faults
 from .pictures import SIDE, Scene
@@ -16,10 +18,9 @@ STEPS = 8
 Array = np.ndarray[Any, Any]
 
 
-def share_right(pictures: Iterable[Array], scenes: Iterable[Scene]) -> float:
-    """Of pictures (SIDE, SIDE, 3) uint8, the share without a fault."""
-    right = [not faults(picture, scene) for picture, scene in zip(pictures, scenes, strict=True)]
-    return sum(right) / len(right)
+def is_right(picture: Array, scene: Scene) -> bool:
+    """Whether a picture (SIDE, SIDE, 3) in 0 to 1 shows all that the scene's caption says."""
+    return not faults(np.round(picture * 255).astype(np.uint8), scene)
 
 
 def by_diffusers(checkpoint: Path, captions: list[str], steps: int = STEPS) -> Array:
@@ -27,7 +28,7 @@ def by_diffusers(checkpoint: Path, captions: list[str], steps: int = STEPS) -> A
     import torch
     from diffusers import FluxPipeline
 
-    pipeline = FluxPipeline.from_pretrained(str(checkpoint), torch_dtype=torch.float32)
+    pipeline = FluxPipeline.from_pretrained(str(checkpoint), dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     seeds = [torch.Generator().manual_seed(i) for i in range(len(captions))]
     pictures: Array = pipeline(
@@ -37,15 +38,11 @@ def by_diffusers(checkpoint: Path, captions: list[str], steps: int = STEPS) -> A
     return pictures
 
 
-def by_mlx(pipeline: Callable[..., Any], captions: list[str], steps: int = STEPS) -> Array:
-    """The same of a loaded bundle (`mlxconv.load`)."""
+def by_mlx(pipeline: Pipeline, captions: list[str], steps: int = STEPS) -> tuple[Array, float]:
+    """The same by a loaded bundle, and the median seconds of a step."""
     made = [
-        pipeline(caption, steps=steps, seed=i, width=SIDE, height=SIDE, tokens=TOKENS).pixels[0]
+        pipeline(caption, steps=steps, seed=i, width=SIDE, height=SIDE, tokens=TOKENS)
         for i, caption in enumerate(captions)
     ]
-    return np.stack(made)
-
-
-def as_bytes(pictures: Array) -> Array:
-    """0 to 1 -> uint8."""
-    return np.round(pictures * 255).astype(np.uint8)
+    pictures = np.concatenate([each.pixels for each in made])
+    return pictures, median(each.seconds["step_median"] for each in made)

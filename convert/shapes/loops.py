@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,15 +38,26 @@ class Log:
     """Rows `stage,step,seconds,loss` in a file and on stderr."""
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
-        self.path, self.say = path, say
+        self.path, self.say, self.stopped = path, say, False
         if not path.exists():
             path.write_text("stage,step,seconds,loss\n", encoding="utf-8")
 
     def add(self, stage: str, step: int, seconds: float, loss: float) -> None:
         """One row; seconds since the stage began, interruptions not counted."""
+        if self.stopped:
+            raise KeyboardInterrupt
         with self.path.open("a", encoding="utf-8") as file:
             file.write(f"{stage},{step},{seconds:.0f},{loss:.5f}\n")
         self.say(f"{stage} {step} {seconds:.0f}s loss {loss:.5f}")
+
+    @contextmanager
+    def stopping_all(self) -> Iterator[None]:
+        """When the block fails or is interrupted, loops in other threads end at their next row."""
+        try:
+            yield
+        except BaseException:
+            self.stopped = True
+            raise
 
 
 def train(
@@ -79,9 +91,9 @@ def train(
         losses.append(loss.item())
         if (step + 1) % every == 0 or step + 1 == schedule.steps:
             seconds = before + time.perf_counter() - began
+            _save(state, model, averaged, optimizer, step + 1, seconds)
             log.add(name, step + 1, seconds, sum(losses) / len(losses))
             losses.clear()
-            _save(state, model, averaged, optimizer, step + 1, seconds)
     return averaged
 
 

@@ -1,14 +1,17 @@
 """Train the tiny pipeline: python -m mlxconv.convert.shapes.training OUT.
 
-Autoencoder, text encoders, then the transformer on the autoencoder's latents, by one seed, on one
-core. OUT/work holds the states: a run that was interrupted goes on where it stopped.
+Autoencoder, text encoders, then the transformer on the autoencoder's latents while the decoder is
+trained on; by one seed, on two cores. OUT/work holds the states: a run that was interrupted goes
+on where it stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,10 +55,15 @@ def train_pipeline(
     vae = train_autoencoder(work, seed, plan.autoencoder, plan.batches[0], log)
     encoders = train_encoders(work, seed, plan.encoders, plan.batches[1], log)
     data = _data(work / "data.pt", vae, encoders, plan.scenes, seed)
-    transformer = train_transformer(
-        work, data, encoders, seed, plan.transformer, plan.batches[2], log
-    )
-    vae = train_decoder(vae, work, seed, plan.decoder, plan.batches[0], log)
+    with ThreadPoolExecutor(1) as pool, log.stopping_all():
+        decoder = copy.deepcopy(vae)
+        sharper = pool.submit(
+            train_decoder, decoder, work, seed, plan.decoder, plan.batches[0], log
+        )
+        transformer = train_transformer(
+            work, data, encoders, seed, plan.transformer, plan.batches[2], log
+        )
+        vae = sharper.result()
     return save_pipeline(out / "checkpoint", vae, encoders, transformer)
 
 
@@ -81,12 +89,15 @@ def save_pipeline(folder: Path, vae: Any, encoders: Encoders, transformer: Any) 
 
 def main(arguments: list[str] | None = None) -> None:
     """The command."""
+    import diffusers
+
     parser = argparse.ArgumentParser(description="Train the tiny pipeline that mlxconv ships.")
     parser.add_argument("out", type=Path, help="folder for the checkpoint, the log and the states")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(chosen.threads)
+    diffusers.utils.logging.set_verbosity_error()
     folder = train_pipeline(
         chosen.out, chosen.seed, say=lambda text: print(text, file=sys.stderr, flush=True)
     )
