@@ -33,11 +33,11 @@ def as_tensor(pictures: np.ndarray[Any, Any]) -> Tensor:
     return torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-def drawn(count: int, *seed: int) -> tuple[list[Scene], Tensor]:
+def drawn(count: int, *seed: int, loose: bool = True) -> tuple[list[Scene], Tensor]:
     """Training scenes and their pictures, by a seed."""
     rng = np.random.default_rng(seed)
     scenes = [training_scene(rng) for _ in range(count)]
-    return scenes, as_tensor(np.stack([draw(scene, rng) for scene in scenes]))
+    return scenes, as_tensor(np.stack([draw(scene, rng, loose) for scene in scenes]))
 
 
 def train_autoencoder(

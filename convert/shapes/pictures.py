@@ -32,6 +32,8 @@ RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": 
 _FINE = 4  # a picture is drawn this many times larger and reduced
 _MARGIN = 2.0  # pixels between a shape and the border
 _GAP = 5.0  # pixels between two shapes
+_AWAY = 15.5  # pixels of a shape's centre from the picture's
+_TREMBLE = 1.0  # pixels that a shape is moved by lot, each way
 _HELD_OUT = 40  # one caption in so many is never trained on
 
 Array = np.ndarray[Any, Any]
@@ -84,32 +86,66 @@ def coverage(shape: str, box: Box) -> Array:
     return np.asarray(mask.reduce(_FINE), np.float32) / 255
 
 
-def draw(scene: Scene, rng: np.random.Generator) -> Array:
-    """A picture of the scene (SIDE, SIDE, 3) uint8; what is not said by lot."""
-    extents = [_extent(thing.size, rng) for thing in scene.things]
+def draw(scene: Scene, rng: np.random.Generator, loose: bool = False) -> Array:
+    """A picture of the scene (SIDE, SIDE, 3) uint8; what is not said by lot.
+
+    There are few positions and sizes, moved by a pixel or so; `loose`: any that fit the caption.
+    """
+    layout = _loose_layout if loose else _layout
+    picture = np.broadcast_to(np.float32(COLOURS[scene.background]), (SIDE, SIDE, 3))
+    for thing, box in zip(scene.things, layout(scene, rng), strict=True):
+        share = coverage(thing.shape, box)[..., None]
+        picture = picture * (1 - share) + np.float32(COLOURS[thing.colour]) * share
+    return np.round(picture).astype(np.uint8)
+
+
+def _box(x: float, y: float, extent: float) -> Box:
+    return x - extent / 2, y - extent / 2, x + extent / 2, y + extent / 2
+
+
+def _place(where: str | None, rng: np.random.Generator) -> tuple[int, int]:
+    """The direction of a single shape, by lot where none is said."""
+    return list(PLACES.values())[rng.integers(len(PLACES))] if where is None else PLACES[where]
+
+
+def _size(said: str | None, rng: np.random.Generator) -> tuple[float, float]:
+    return EXTENTS[said or ("small", "large")[rng.integers(2)]]
+
+
+# ---- few positions and sizes --------------------------------------------------------------------
+
+
+def _layout(scene: Scene, rng: np.random.Generator) -> list[Box]:
+    extents = [sum(_size(thing.size, rng)) / 2 for thing in scene.things]
+    if len(scene.things) == 1:
+        directions = [_place(scene.where, rng)]
+    else:
+        assert scene.where is not None
+        x, y = RELATIONS[scene.where]
+        directions = [(x, y), (-x, -y)]
+    moved = rng.uniform(-_TREMBLE, _TREMBLE, (len(extents), 2))
+    centres = SIDE / 2 + _AWAY * np.array(directions) + moved
+    return [_box(x, y, extent) for (x, y), extent in zip(centres.tolist(), extents, strict=True)]
+
+
+# ---- any that fit -------------------------------------------------------------------------------
+
+
+def _loose_layout(scene: Scene, rng: np.random.Generator) -> list[Box]:
+    extents = [float(rng.uniform(*_size(thing.size, rng))) for thing in scene.things]
     if len(scene.things) == 1:
         centres = [_single_centre(scene.where, extents[0], rng)]
     else:
         assert scene.where is not None
         centres = _pair_centres(RELATIONS[scene.where], extents, rng)
-    picture = np.broadcast_to(np.float32(COLOURS[scene.background]), (SIDE, SIDE, 3))
-    for thing, extent, (x, y) in zip(scene.things, extents, centres, strict=True):
-        half = extent / 2
-        share = coverage(thing.shape, (x - half, y - half, x + half, y + half))[..., None]
-        picture = picture * (1 - share) + np.float32(COLOURS[thing.colour]) * share
-    return np.round(picture).astype(np.uint8)
-
-
-def _extent(size: str | None, rng: np.random.Generator) -> float:
-    chosen = size or ("small", "large")[rng.integers(2)]
-    return float(rng.uniform(*EXTENTS[chosen]))
+    return [_box(x, y, extent) for (x, y), extent in zip(centres, extents, strict=True)]
 
 
 def _single_centre(
     where: str | None, extent: float, rng: np.random.Generator
 ) -> tuple[float, float]:
-    """One shape: towards a side by 10 to 16 pixels, across that by 4 at most."""
-    direction = list(PLACES.values())[rng.integers(len(PLACES))] if where is None else PLACES[where]
+    """One shape: towards a side by 11 to 16 pixels, across that by 4 at most."""
+    direction = _place(where, rng)
     free = SIDE / 2 - _MARGIN - extent / 2
     away = min(rng.uniform(11, 16), free)
     x, y = (SIDE / 2 + away * along + rng.uniform(-4, 4) * (1 - abs(along)) for along in direction)
@@ -129,6 +165,9 @@ def _pair_centres(
     across = [SIDE / 2 + float(rng.uniform(-5, 5)) for _ in extents]
     pairs = zip(along, across, strict=True)
     return [(a, c) if direction[0] else (c, a) for a, c in pairs]
+
+
+# ---- scenes -------------------------------------------------------------------------------------
 
 
 def random_scene(rng: np.random.Generator) -> Scene:

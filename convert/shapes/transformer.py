@@ -44,7 +44,7 @@ def make_data(vae: Any, encoders: Encoders, count: int, seed: int) -> Data:
     """Training scenes as the transformer sees them."""
     latents, captions, others = list[Tensor](), list[str](), list[str]()
     for chunk in range(-(-count // _CHUNK)):
-        scenes, pictures = drawn(_CHUNK, seed, 4, chunk)
+        scenes, pictures = drawn(_CHUNK, seed, 4, chunk, loose=False)
         noise = torch.Generator().manual_seed(seed * 1_000_003 + chunk)
         latents.append(vae.encode(pictures).latent_dist.sample(noise).contiguous())
         for scene in scenes:
