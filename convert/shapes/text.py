@@ -1,7 +1,8 @@
 """Tokenizers of the captions' words, tiny CLIP and T5 encoders, and their training.
 
 The encoders learn to name everything that a caption says: the pooled state of CLIP, and the state
-of T5 at every token. They are then fixed, as those of FLUX.1 are.
+of T5 at every token, which also knows what its own phrase is about and where that is. They are then
+fixed, as those of FLUX.1 are.
 """
 
 from __future__ import annotations
@@ -115,6 +116,30 @@ def answers(scene: Scene) -> list[int]:
     return [row.index(value) for row, value in zip(_ANSWERS, said, strict=True)]
 
 
+_OWN: tuple[tuple[Any, ...], ...] = (
+    (None, *PLACES.values()),
+    (None, *EXTENTS),
+    (None, *COLOURS),
+    (None, *SHAPES),
+)  # of the thing that a word is about: direction from the centre, size, colour, shape
+
+
+def own_answers(scene: Scene) -> list[list[int]]:
+    """For each of TOKENS, the answers about the thing whose phrase the word is in, or None's."""
+    first = (
+        PLACES.get(scene.where or "") if len(scene.things) == 1 else RELATIONS[scene.where or ""]
+    )
+    rows = [[0] * len(_OWN) for _ in range(TOKENS)]
+    start = 0
+    for thing, direction in zip(scene.things, (first, first and (-first[0], -first[1]))):
+        said = (direction, thing.size, thing.colour, thing.shape)
+        length = len(str(thing).split())
+        for row in range(start, start + length):
+            rows[row] = [row_.index(value) for row_, value in zip(_OWN, said, strict=True)]
+        start += length + len(f"on {scene.background} , {scene.where}".split())
+    return rows
+
+
 def said_otherwise(scene: Scene) -> Scene:
     """The same of two things, named from the other: left of becomes right of."""
     if len(scene.things) == 1 or scene.where is None:
@@ -131,22 +156,23 @@ class _Reader(nn.Module):
     def __init__(self, encoders: Encoders) -> None:
         super().__init__()
         self.clip, self.t5 = encoders.clip, encoders.t5
-        width = sum(map(len, _ANSWERS))
-        self.from_clip = nn.Linear(CLIP_WIDTH, width)
-        self.from_t5 = nn.Linear(T5_WIDTH, width)
+        self.from_clip = nn.Linear(CLIP_WIDTH, sum(map(len, _ANSWERS)))
+        self.from_t5 = nn.Linear(T5_WIDTH, sum(map(len, _ANSWERS + _OWN)))
 
-    def loss(self, encoders: Encoders, clip_ids: Tensor, t5_ids: Tensor, truth: Tensor) -> Tensor:
-        """Mean cross-entropy of both encoders' answers to the truth (batch, questions)."""
+    def loss(
+        self, encoders: Encoders, clip_ids: Tensor, t5_ids: Tensor, truth: Tensor, own: Tensor
+    ) -> Tensor:
+        """Mean cross-entropy of the answers; truth (batch, questions), own (batch, TOKENS, 4)."""
         pooled, states = replace(encoders, clip=self.clip, t5=self.t5)(clip_ids, t5_ids)
-        each = truth[:, None].expand(-1, TOKENS, -1).flatten(0, 1)
-        return _surprise(self.from_clip(pooled), truth) + _surprise(
-            self.from_t5(states.flatten(0, 1)), each
+        each = torch.cat((truth[:, None].expand(-1, TOKENS, -1), own), -1)
+        return _surprise(self.from_clip(pooled), truth, _ANSWERS) + _surprise(
+            self.from_t5(states.flatten(0, 1)), each.flatten(0, 1), _ANSWERS + _OWN
         )
 
 
-def _surprise(logits: Tensor, truth: Tensor) -> Tensor:
-    rows = logits.split([len(row) for row in _ANSWERS], dim=-1)
-    losses = [nn.functional.cross_entropy(row, truth[:, i]) for i, row in enumerate(rows)]
+def _surprise(logits: Tensor, truth: Tensor, rows: tuple[tuple[Any, ...], ...]) -> Tensor:
+    each = torch.split(logits, [len(row) for row in rows], dim=-1)
+    losses = [nn.functional.cross_entropy(row, truth[:, i]) for i, row in enumerate(each)]
     return torch.stack(losses).mean()
 
 
@@ -160,7 +186,8 @@ def train_encoders(folder: Path, seed: int, schedule: Schedule, batch: int, log:
         scenes = [training_scene(rng) for _ in range(batch)]
         ids = encoders.ids([scene.caption for scene in scenes])
         truth = torch.tensor([answers(scene) for scene in scenes])
-        return model.loss(encoders, *ids, truth)  # type: ignore[operator, no-any-return]
+        own = torch.tensor([own_answers(scene) for scene in scenes])
+        return model.loss(encoders, *ids, truth, own)  # type: ignore[operator, no-any-return]
 
     trained = train("encoders", _Reader(encoders), loss_of, schedule, folder, log)
     return replace(encoders, clip=trained.clip.eval(), t5=trained.t5.eval())

@@ -38,8 +38,8 @@ class Plan:
 
 FULL = Plan(
     autoencoder=Schedule(2400, 2e-3, average=0.995),
-    encoders=Schedule(500, 2e-3, warmup=50, average=0.99),
-    transformer=Schedule(6000, 1e-3, warmup=100, average=0.999, exact_from=0.85),
+    encoders=Schedule(600, 2e-3, warmup=50, average=0.99),
+    transformer=Schedule(5000, 1e-3, warmup=100, average=0.999, exact_from=0.85),
     decoder=Schedule(4000, 1e-3, average=0.998),
     scenes=32768,
 )

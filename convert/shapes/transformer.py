@@ -28,6 +28,7 @@ CONFIG: dict[str, Any] = {
 }
 GRID = SIDE // 16  # tokens along a side: a token is 2 x 2 latents of 8 x 8 pixels each
 _CHUNK = 64
+_UNSAID = 0.1  # share of captions left empty, for classifier-free guidance (arXiv 2207.12598)
 
 
 @dataclass
@@ -91,13 +92,16 @@ def train_transformer(
     torch.manual_seed(seed + 2)
     cpu = torch.device("cpu")
     places = FluxPipeline._prepare_latent_image_ids(1, GRID, GRID, cpu, torch.float32)
-    count = len(data.latents)
+    count, nothing = len(data.latents), encoders.ids([""])
 
     def loss_of(model: nn.Module, step: int) -> Tensor:
         rng = np.random.default_rng((seed, 5, step))
         rows, ways = (torch.from_numpy(rng.integers(n, size=batch)) for n in (count, 2))
+        unsaid = torch.from_numpy(rng.random(batch) < _UNSAID)[:, None]
+        clip_ids = torch.where(unsaid, nothing[0], data.clip_ids[rows, ways])
+        t5_ids = torch.where(unsaid, nothing[1], data.t5_ids[rows, ways])
         with torch.no_grad():
-            pooled, states = encoders(data.clip_ids[rows, ways], data.t5_ids[rows, ways])
+            pooled, states = encoders(clip_ids, t5_ids)
         clean = data.latents[rows]
         noise = torch.from_numpy(rng.standard_normal(clean.shape, np.float32))
         time = torch.from_numpy(0.3 + 1.1 * rng.standard_normal(batch)).float().sigmoid()
