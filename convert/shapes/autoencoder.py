@@ -55,7 +55,8 @@ def train_autoencoder(
         posterior = model.encode(pictures).latent_dist  # type: ignore[operator]
         error = model.decode(posterior.sample(noise)).sample - pictures  # type: ignore[operator]
         divergence: Tensor = posterior.kl().mean() / posterior.mean[0].numel()
-        return error.abs().mean() + error.square().mean() + _KL * divergence
+        loss: Tensor = error.abs().mean() + error.square().mean() + _KL * divergence
+        return loss
 
     trained = train("autoencoder", model, loss_of, schedule, folder, log)
     mean, deviation = _statistics(trained, seed)
@@ -75,7 +76,8 @@ def train_decoder(
         with torch.no_grad():
             latents = model.encode(pictures).latent_dist.sample(noise)  # type: ignore[operator]
         error = model.decode(latents).sample - pictures  # type: ignore[operator]
-        return error.abs().mean() + error.square().mean()
+        loss: Tensor = error.abs().mean() + error.square().mean()
+        return loss
 
     return train("decoder", vae, loss_of, schedule, folder, log).eval()
 

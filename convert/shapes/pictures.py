@@ -92,11 +92,15 @@ def draw(scene: Scene, rng: np.random.Generator, loose: bool = False) -> Array:
     There are few positions and sizes, moved by a pixel or so; `loose`: any that fit the caption.
     """
     layout = _loose_layout if loose else _layout
-    picture = np.broadcast_to(np.float32(COLOURS[scene.background]), (SIDE, SIDE, 3))
+    picture = np.broadcast_to(_colour(scene.background), (SIDE, SIDE, 3))
     for thing, box in zip(scene.things, layout(scene, rng), strict=True):
         share = coverage(thing.shape, box)[..., None]
-        picture = picture * (1 - share) + np.float32(COLOURS[thing.colour]) * share
+        picture = picture * (1 - share) + _colour(thing.colour) * share
     return np.round(picture).astype(np.uint8)
+
+
+def _colour(name: str) -> Array:
+    return np.array(COLOURS[name], np.float32)
 
 
 def _box(x: float, y: float, extent: float) -> Box:

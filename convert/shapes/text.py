@@ -62,7 +62,7 @@ def clip_tokenizer() -> Any:
     from transformers import CLIPTokenizer
 
     trained = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
-    trained.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    trained.pre_tokenizer = pre_tokenizers.Whitespace()
     trained.train_from_iterator(_SENTENCES, trainers.BpeTrainer(
         vocab_size=400, end_of_word_suffix="</w>", show_progress=False,
         special_tokens=["<|startoftext|>", "<|endoftext|>"],
@@ -189,5 +189,5 @@ def train_encoders(folder: Path, seed: int, schedule: Schedule, batch: int, log:
         own = torch.tensor([own_answers(scene) for scene in scenes])
         return model.loss(encoders, *ids, truth, own)  # type: ignore[operator, no-any-return]
 
-    trained = train("encoders", _Reader(encoders), loss_of, schedule, folder, log)
+    trained: Any = train("encoders", _Reader(encoders), loss_of, schedule, folder, log)
     return replace(encoders, clip=trained.clip.eval(), t5=trained.t5.eval())
