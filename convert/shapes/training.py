@@ -1,8 +1,8 @@
 """Train the tiny pipeline: python -m mlxconv.convert.shapes.training OUT.
 
-Autoencoder, text encoders, then the transformer on the autoencoder's latents while the decoder is
-trained on; by one seed, on two cores. OUT/work holds the states: a run that was interrupted goes
-on where it stopped.
+Autoencoder, text encoders, then the transformer on one core while the other makes its latents and
+trains the decoder further; all by one seed. OUT/work holds the states: a run that was interrupted
+goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from .autoencoder import train_autoencoder, train_decoder
 from .loops import Log, Schedule
 from .text import Encoders, train_encoders
-from .transformer import Data, make_data, train_transformer
+from .transformer import Data, Growing, make_data, train_transformer
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,16 @@ class Plan:
     encoders: Schedule
     transformer: Schedule
     decoder: Schedule  # more of the autoencoder's, its latents fixed
-    scenes: int  # whose latents the transformer sees
+    parts: tuple[tuple[int, int], ...]  # (step, scenes) that the transformer draws from then on
     batches: tuple[int, int, int] = (16, 128, 128)
 
 
 FULL = Plan(
     autoencoder=Schedule(2400, 2e-3, average=0.995),
     encoders=Schedule(600, 2e-3, warmup=50, average=0.99),
-    transformer=Schedule(5000, 1e-3, warmup=100, average=0.999, exact_from=0.85),
+    transformer=Schedule(5000, 1e-3, warmup=100, average=0.999, exact_from=0.92),
     decoder=Schedule(4000, 1e-3, average=0.998),
-    scenes=32768,
+    parts=((0, 32768), (1100, 73728), *((step, 65536) for step in range(1600, 4600, 500))),
 )
 
 
@@ -54,25 +54,29 @@ def train_pipeline(
     log = Log(out / "training_log.csv", say)
     vae = train_autoencoder(work, seed, plan.autoencoder, plan.batches[0], log)
     encoders = train_encoders(work, seed, plan.encoders, plan.batches[1], log)
-    data = _data(work / "data.pt", vae, encoders, plan.scenes, seed)
-    with ThreadPoolExecutor(1) as pool, log.stopping_all():
-        decoder = copy.deepcopy(vae)
-        sharper = pool.submit(
-            train_decoder, decoder, work, seed, plan.decoder, plan.batches[0], log
+    with ThreadPoolExecutor(1) as second_core, log.stopping_all():
+        parts, first = list[tuple[int, Callable[[], Data]]](), 0
+        for step, count in plan.parts:
+            path = work / f"scenes-{first}.pt"
+            made = second_core.submit(_part, path, vae, encoders, first, count, seed)
+            parts.append((step, made.result))
+            first += count
+        sharper = second_core.submit(
+            train_decoder, copy.deepcopy(vae), work, seed, plan.decoder, plan.batches[0], log
         )
         transformer = train_transformer(
-            work, data, encoders, seed, plan.transformer, plan.batches[2], log
+            work, Growing(parts), encoders, seed, plan.transformer, plan.batches[2], log
         )
         vae = sharper.result()
     return save_pipeline(out / "checkpoint", vae, encoders, transformer)
 
 
-def _data(path: Path, vae: Any, encoders: Encoders, scenes: int, seed: int) -> Data:
-    if path.exists():
-        return Data(**torch.load(path, weights_only=True))
-    data = make_data(vae, encoders, scenes, seed)
-    torch.save(vars(data), path)
-    return data
+def _part(path: Path, vae: Any, encoders: Encoders, first: int, count: int, seed: int) -> Data:
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        torch.save(vars(make_data(vae, encoders, first, count, seed)), partial)
+        partial.rename(path)
+    return Data(**torch.load(path, weights_only=True))
 
 
 def save_pipeline(folder: Path, vae: Any, encoders: Encoders, transformer: Any) -> Path:

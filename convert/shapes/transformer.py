@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,12 +42,31 @@ class Data:
     clip_ids: Tensor
     t5_ids: Tensor
 
+    def __add__(self, other: Data) -> Data:
+        return Data(*(torch.cat(pair) for pair in zip(vars(self).values(), vars(other).values())))
+
+
+class Growing:
+    """Data that comes in parts: `(step, part)` is waited for and taken up at that step."""
+
+    def __init__(self, parts: Sequence[tuple[int, Callable[[], Data]]]) -> None:
+        self._parts = deque(parts)
+        self._data: Data | None = None
+
+    def at(self, step: int) -> Data:
+        """All that a step may draw from; steps only rise."""
+        while self._parts and self._parts[0][0] <= step:
+            part = self._parts.popleft()[1]()
+            self._data = part if self._data is None else self._data + part
+        assert self._data is not None
+        return self._data
+
 
 @torch.no_grad()
-def make_data(vae: Any, encoders: Encoders, count: int, seed: int) -> Data:
-    """Training scenes as the transformer sees them."""
+def make_data(vae: Any, encoders: Encoders, first: int, count: int, seed: int) -> Data:
+    """The training scenes `first` to `first + count`, in chunks of 64, as the transformer's."""
     latents, captions, others = list[Tensor](), list[str](), list[str]()
-    for chunk in range(-(-count // _CHUNK)):
+    for chunk in range(first // _CHUNK, (first + count) // _CHUNK):
         scenes, pictures = drawn(_CHUNK, seed, 4, chunk, loose=False)
         noise = torch.Generator().manual_seed(seed * 1_000_003 + chunk)
         latents.append(vae.encode(pictures).latent_dist.sample(noise).contiguous())
@@ -84,18 +106,20 @@ def new_transformer() -> Any:
 
 
 def train_transformer(
-    folder: Any, data: Data, encoders: Encoders, seed: int, schedule: Schedule, batch: int, log: Log
-) -> nn.Module:
+    folder: Path, growing: Growing, encoders: Encoders, seed: int, schedule: Schedule, batch: int,
+    log: Log,
+) -> nn.Module:  # fmt: skip
     """Learns the velocity noise - latents at times of a logit-normal (arXiv 2403.03206, 3.1)."""
     from diffusers import FluxPipeline
 
     torch.manual_seed(seed + 2)
     cpu = torch.device("cpu")
     places = FluxPipeline._prepare_latent_image_ids(1, GRID, GRID, cpu, torch.float32)
-    count, nothing = len(data.latents), encoders.ids([""])
+    nothing = encoders.ids([""])
 
     def loss_of(model: nn.Module, step: int) -> Tensor:
-        rng = np.random.default_rng((seed, 5, step))
+        data, rng = growing.at(step), np.random.default_rng((seed, 5, step))
+        count = len(data.latents)
         rows, ways = (torch.from_numpy(rng.integers(n, size=batch)) for n in (count, 2))
         unsaid = torch.from_numpy(rng.random(batch) < _UNSAID)[:, None]
         clip_ids = torch.where(unsaid, nothing[0], data.clip_ids[rows, ways])

@@ -167,7 +167,7 @@ def test_training_runs_end_to_end_and_follows_its_seed(tmp_path: Path) -> None:
 
     short = Schedule(2, 1e-3, warmup=1)
     mixed = replace(short, exact_from=0.5)
-    plan = Plan(short, short, mixed, short, scenes=64, batches=(2, 4, 4))
+    plan = Plan(short, short, mixed, short, parts=((0, 64), (1, 64)), batches=(2, 4, 4))
     folders = [train_pipeline(tmp_path / name, seed, plan) for name, seed in
                (("a", 0), ("b", 0), ("c", 1))]  # fmt: skip
     for part in ("transformer", "vae", "text_encoder", "text_encoder_2"):
