@@ -35,6 +35,7 @@ class DemoRow:
 
     q: str
     bytes: int  # of all components
+    parameters: int  # of all components
     bits_per_weight: float  # of the transformer
     rel_l2: float  # of one forward of the transformer
     runtime_rel_l2: float | None
@@ -139,7 +140,7 @@ def demo(
         rows.append(row)
         columns.append(Column(f"mlx {q}", _figures(row), made, right_now))
     picture = folder / "demo.png"
-    size = sum(f.stat().st_size for f in CHECKPOINT.rglob("*.safetensors")) * 2  # stored in bf16
+    size = 4 * rows[0].parameters
     columns[0].figures[:] = [human_bytes(size), "reference", f"{sum(right)}/{prompts} right"]
     draw_sheet([scene.caption for scene in scenes[:_SHOWN]], columns, picture)
     return DemoReport(str(folder), str(picture), str(CHECKPOINT), size, prompts, sum(right), rows)
@@ -150,13 +151,13 @@ def _one(
 ) -> tuple[DemoRow, Array, list[bool]]:
     """The row of a precision, its pictures, and which of them are right."""
     report = convert(CHECKPOINT, bundle, q, force=True, command="mlxconv demo")
-    parity = verify(bundle, CHECKPOINT)
+    parts, parity = report.components.values(), verify(bundle, CHECKPOINT)
     forward = [r for r in parity.tiers if (r.tier, r.component) == ("forward", _DENOISER)]
     runtime = next((r.rel_l2 for r in forward if "runtime" in r.name), None)
     made, step = by_mlx(load(bundle, keep=True), [scene.caption for scene in scenes])
     right = _right(made, scenes)
     row = DemoRow(
-        q, sum(part.bytes_out for part in report.components.values()),
+        q, sum(part.bytes_out for part in parts), sum(part.parameters for part in parts),
         report.components[_DENOISER].bits_per_weight, forward[0].rel_l2, runtime,
         _psnr(made, exact), report.seconds, step, parity.passed, len(scenes), sum(right),
     )  # fmt: skip

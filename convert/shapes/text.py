@@ -61,11 +61,12 @@ def clip_tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import CLIPTokenizer
 
+    ends = sorted({f"{word[-1]}</w>" for word in " ".join(_SENTENCES).replace(",", " ,").split()})
     trained = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
     trained.pre_tokenizer = pre_tokenizers.Whitespace()
     trained.train_from_iterator(_SENTENCES, trainers.BpeTrainer(
         vocab_size=400, end_of_word_suffix="</w>", show_progress=False,
-        special_tokens=["<|startoftext|>", "<|endoftext|>"],
+        special_tokens=["<|startoftext|>", "<|endoftext|>", *ends],  # else numbered by chance
     ))  # fmt: skip
     model = json.loads(trained.to_str())["model"]
     merges = [tuple(pair) for pair in model["merges"]]

@@ -41,7 +41,7 @@ FULL = Plan(
     encoders=Schedule(600, 2e-3, warmup=50, average=0.99),
     transformer=Schedule(5000, 1e-3, warmup=100, average=0.999, exact_from=0.92),
     decoder=Schedule(4000, 1e-3, average=0.998),
-    parts=((0, 32768), (1100, 73728), *((step, 65536) for step in range(1600, 4600, 500))),
+    parts=((0, 32768), (1100, 73728), *((step, 65536) for step in range(1600, 4600, 700))),
 )
 
 
