@@ -1,31 +1,32 @@
-"""The main job on a tiny FLUX.1-shaped checkpoint made on the spot: convert, verify, run."""
+"""The main job on the tiny trained pipeline that comes with mlxconv: convert, verify, generate."""
 
 from __future__ import annotations
 
-import json
 import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
-from PIL import Image, ImageDraw
 
-from mlxconv.runtime.bundle import load_component
+from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.pipeline import load
 
 from .conversion import convert
-from .measure import tiny_checkpoint
 from .parity import verify
-from .recipe import load_recipe
 from .report import human_bytes
+from .shapes import CHECKPOINT
+from .shapes.accuracy import STEPS, by_diffusers, by_mlx, is_right
+from .shapes.pictures import Scene, held_out_scenes
+from .shapes.sheet import Column, draw_sheet
 
-PRECISIONS = ("bf16", "8bit", "4bit")
-_LATENT = (8, 12)  # rows and columns of 2x2 latent patches
-_STEPS = 4
+PRECISIONS = ("fp32", "bf16", "8bit", "4bit")
+PROMPTS = 24  # of the held-out ones, unless asked otherwise
+_SHOWN = 6
+_DENOISER = "transformer"
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,22 @@ class DemoRow:
     """One precision: sizes in bytes, times in seconds, and what was measured."""
 
     q: str
-    bytes: int
-    bits_per_weight: float
-    rel_l2: float
+    bytes: int  # of all components
+    parameters: int  # of all components
+    bits_per_weight: float  # of the transformer
+    rel_l2: float  # of one forward of the transformer
     runtime_rel_l2: float | None
-    psnr_db: float | None  # None: the reference itself
+    psnr_db: float  # of all pictures against those of diffusers in fp32
     convert_seconds: float
     step_seconds: float
     passed: bool
+    prompts: int
+    right: int  # pictures that show what their prompt says
+
+    @property
+    def accuracy(self) -> float:
+        """The share of pictures that are right."""
+        return self.right / self.prompts
 
 
 @dataclass
@@ -49,8 +58,11 @@ class DemoReport:
 
     folder: str
     picture: str
-    source_bytes: int
-    rows: list[DemoRow]
+    source: str
+    source_bytes: int  # of the checkpoint's weights at fp32
+    prompts: int
+    reference_right: int  # of the pictures by diffusers in fp32
+    rows: list[DemoRow] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
@@ -59,144 +71,107 @@ class DemoReport:
 
     def as_json(self) -> dict[str, Any]:
         """What `demo --json` prints."""
-        rows = [asdict(row) for row in self.rows]
+        rows = [{**asdict(row), "accuracy": row.accuracy} for row in self.rows]
         return {
             "passed": self.passed,
             "folder": self.folder,
             "picture": self.picture,
+            "source": self.source,
             "source_bytes": self.source_bytes,
+            "prompts": self.prompts,
+            "steps": STEPS,
+            "reference_accuracy": self.reference_right / self.prompts,
             "rows": rows,
         }
 
     def as_text(self) -> str:
         """The table."""
         lines = [
-            f"tiny FLUX.1 transformer, {human_bytes(self.source_bytes)} in fp32, random weights",
-            f"{'':<6}{'size':>10}{'bits':>7}{'rel_l2':>10}{'run':>10}{'PSNR':>9}"
+            f"tiny FLUX.1, trained: {self.source}",
+            f"{self.prompts} prompts that it was not trained on, {STEPS} steps each",
+            f"{'':<16}{'size':>9}{'bits':>7}{'rel_l2':>9}{'run':>9}{'PSNR':>10}{'right':>9}"
             f"{'convert':>9}{'step':>9}",
-        ]
-        for row in self.rows:
-            run = "-" if row.runtime_rel_l2 is None else f"{row.runtime_rel_l2:.1e}"
-            psnr = "-" if row.psnr_db is None else f"{row.psnr_db:.1f} dB"
-            lines.append(
-                f"{row.q:<6}{human_bytes(row.bytes):>10}{row.bits_per_weight:>7.2f}"
-                f"{row.rel_l2:>10.1e}{run:>10}{psnr:>9}"
-                f"{row.convert_seconds:>8.1f}s{row.step_seconds * 1000:>7.1f}ms"
-                f"  {'verified' if row.passed else 'FAILED'}"
-            )
-        lines += [
-            "rel_l2: a forward against diffusers in fp32. run: its own error against its weights,",
-            f"dequantized, run by diffusers. PSNR: latents of {_STEPS} steps against fp32.",
+            f"{'diffusers fp32':<16}{human_bytes(self.source_bytes):>9}{'':>35}"
+            f"{f'{self.reference_right}/{self.prompts}':>9}",
+            *(self._line(row) for row in self.rows),
+            "size: of all components. bits: a weight of the transformer. rel_l2: its forward",
+            "against diffusers in fp32. run: its own error against its weights, dequantized, run",
+            "by diffusers. PSNR: pictures against those of diffusers in fp32, from the same noise.",
+            "right: pictures with the colours, shapes, sizes and places of their prompt.",
             f"picture: {self.picture}",
             f"bundles: {self.folder}",
         ]
         return "\n".join(lines)
 
+    def _line(self, row: DemoRow) -> str:
+        run = "-" if row.runtime_rel_l2 is None else f"{row.runtime_rel_l2:.1e}"
+        return (
+            f"{f'mlx {row.q}':<16}{human_bytes(row.bytes):>9}{row.bits_per_weight:>7.2f}"
+            f"{row.rel_l2:>9.1e}{run:>9}{f'{row.psnr_db:.1f} dB':>10}"
+            f"{f'{row.right}/{row.prompts}':>9}"
+            f"{row.convert_seconds:>8.1f}s{row.step_seconds * 1000:>7.1f}ms"
+            f"  {'verified' if row.passed else 'FAILED'}"
+        )
 
-def demo(out: Path | None = None, say: Callable[[str], None] = lambda text: None) -> DemoReport:
-    """Make the tiny checkpoint, convert it to each precision, verify, run, and draw the results.
 
-    Bundles and `demo.png` are kept in `out` (by default a temporary folder).
+def demo(
+    out: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    prompts: int = PROMPTS,
+    precisions: tuple[str, ...] = PRECISIONS,
+) -> DemoReport:
+    """Convert the embedded checkpoint to each precision, verify, and generate the same pictures.
+
+    `prompts`: how many held-out prompts the accuracy is measured on. Bundles and `demo.png` are
+    kept in `out` (by default a temporary folder).
     """
+    if prompts < 1:
+        raise MlxconvError(f"--prompts {prompts}: at least 1")
     folder = out or Path(tempfile.mkdtemp(prefix="mlxconv-demo-"))
     folder.mkdir(parents=True, exist_ok=True)
-    source = folder / "tiny-flux" / "transformer"
-    recipe = load_recipe("FluxTransformer2DModel")
-    tiny_checkpoint(recipe, None, source)
-    _make_pipeline(source.parent)
-    rows: list[DemoRow] = []
-    latents: dict[str, np.ndarray[Any, Any]] = {}
-    for q in ("fp32", *PRECISIONS):
-        say(f"{q}: converting, verifying, running {_STEPS} steps")
-        row, latents[q] = _one(source.parent, folder / q, q, latents.get("fp32"))
+    scenes = held_out_scenes(prompts)
+    say(f"diffusers fp32: {prompts} pictures of {STEPS} steps")
+    exact = by_diffusers(CHECKPOINT, [scene.caption for scene in scenes])
+    right = _right(exact, scenes)
+    rows, columns = list[DemoRow](), [Column("diffusers fp32", [], exact, right)]
+    for q in precisions:
+        say(f"mlx {q}: converting, verifying, {prompts} pictures of {STEPS} steps")
+        row, made, right_now = _one(folder / q, q, scenes, exact)
         rows.append(row)
+        columns.append(Column(f"mlx {q}", _figures(row), made, right_now))
     picture = folder / "demo.png"
-    _draw({q: latents[q] for q in latents}, rows, picture)
-    size = sum(f.stat().st_size for f in source.glob("*.safetensors"))
-    return DemoReport(str(folder), str(picture), size, rows)
-
-
-def _make_pipeline(folder: Path) -> None:
-    """A pipeline folder around the transformer, as diffusers lays it out."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    FlowMatchEulerDiscreteScheduler(shift=3.0).save_pretrained(str(folder / "scheduler"))
-    index = {
-        "_class_name": "FluxPipeline",
-        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
-        "transformer": ["diffusers", "FluxTransformer2DModel"],
-    }
-    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    size = 4 * rows[0].parameters
+    columns[0].figures[:] = [human_bytes(size), "reference", f"{sum(right)}/{prompts} right"]
+    draw_sheet([scene.caption for scene in scenes[:_SHOWN]], columns, picture)
+    return DemoReport(str(folder), str(picture), str(CHECKPOINT), size, prompts, sum(right), rows)
 
 
 def _one(
-    source: Path, out: Path, q: str, exact: np.ndarray[Any, Any] | None
-) -> tuple[DemoRow, np.ndarray[Any, Any]]:
-    report = convert(source, out, q, force=True, command="mlxconv demo")
-    part = report.components["transformer"]
-    parity = verify(out, source)
-    forward = [r for r in parity.tiers if r.tier == "forward"]
+    bundle: Path, q: str, scenes: list[Scene], exact: Array
+) -> tuple[DemoRow, Array, list[bool]]:
+    """The row of a precision, its pictures, and which of them are right."""
+    report = convert(CHECKPOINT, bundle, q, force=True, command="mlxconv demo")
+    parts, parity = report.components.values(), verify(bundle, CHECKPOINT)
+    forward = [r for r in parity.tiers if (r.tier, r.component) == ("forward", _DENOISER)]
     runtime = next((r.rel_l2 for r in forward if "runtime" in r.name), None)
-    latents, step = _denoise(out)
-    psnr = None if exact is None else _psnr(latents, exact)
+    made, step = by_mlx(load(bundle, keep=True), [scene.caption for scene in scenes])
+    right = _right(made, scenes)
     row = DemoRow(
-        q,
-        part.bytes_out,
-        part.bits_per_weight,
-        forward[0].rel_l2,
-        runtime,
-        psnr,
-        report.seconds,
-        step,
-        parity.passed,
-    )
-    return row, latents
+        q, sum(part.bytes_out for part in parts), sum(part.parameters for part in parts),
+        report.components[_DENOISER].bits_per_weight, forward[0].rel_l2, runtime,
+        _psnr(made, exact), report.seconds, step, parity.passed, len(scenes), sum(right),
+    )  # fmt: skip
+    return row, made, right
 
 
-def _denoise(bundle: Path) -> tuple[np.ndarray[Any, Any], float]:
-    """A few Euler steps of the flow from seeded noise, on random embeddings; median step time."""
-    model = load_component(bundle, "transformer", compile="block")
-    rng = np.random.default_rng(0)
-    config, tokens = model.config, _LATENT[0] * _LATENT[1]
-    rows, columns = np.divmod(np.arange(tokens), _LATENT[1])
-    fixed = {
-        "encoder_hidden_states": rng.standard_normal((1, 16, config["joint_attention_dim"])),
-        "pooled_projections": rng.standard_normal((1, config["pooled_projection_dim"])),
-        "img_ids": np.stack([np.zeros(tokens), rows, columns], axis=1),
-        "txt_ids": np.zeros((16, 3)),
-        "guidance": np.array([4.0]),
-    }
-    inputs = {k: mx.array(v.astype(np.float32)) for k, v in fixed.items()}
-    x = mx.array(rng.standard_normal((1, tokens, config["in_channels"])).astype(np.float32))
-    seconds, sigmas = [], np.linspace(1, 0, _STEPS + 1)
-    for now, after in pairwise(sigmas):
-        started = time.perf_counter()
-        velocity = model(hidden_states=x, timestep=mx.array([float(now)]), **inputs)
-        x = x + float(after - now) * velocity.astype(mx.float32)
-        mx.eval(x)
-        seconds.append(time.perf_counter() - started)
-    return np.array(x[0]), float(np.median(seconds))
+def _right(pictures: Array, scenes: list[Scene]) -> list[bool]:
+    return [is_right(picture, scene) for picture, scene in zip(pictures, scenes, strict=True)]
 
 
-def _psnr(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
-    """Peak signal-to-noise ratio of `a` against `b` in dB, the peak being b's range."""
-    error = max(float(np.mean((a - b) ** 2)), 1e-30)
-    return float(10 * np.log10(float(b.max() - b.min()) ** 2 / error))
+def _psnr(a: Array, b: Array) -> float:
+    """Peak signal-to-noise ratio of pictures in 0 to 1, in dB."""
+    return float(-10 * np.log10(max(float(np.mean((a - b) ** 2)), 1e-30)))
 
 
-def _draw(latents: dict[str, np.ndarray[Any, Any]], rows: list[DemoRow], path: Path) -> None:
-    """Three latent channels of each result as colours, side by side on one scale."""
-    exact = next(iter(latents.values()))
-    low, high = np.percentile(exact[:, :3], [1, 99])
-    scale, gap = 16, 12
-    height, width = _LATENT[0] * scale, _LATENT[1] * scale
-    sheet = Image.new("RGB", ((width + gap) * len(latents) + gap, height + 3 * gap + 8), "white")
-    pen = ImageDraw.Draw(sheet)
-    for i, (row, (q, values)) in enumerate(zip(rows, latents.items(), strict=True)):
-        tile = np.clip((values[:, :3] - low) / (high - low), 0, 1).reshape(*_LATENT, 3)
-        image = Image.fromarray((tile * 255).astype(np.uint8))
-        left = gap + i * (width + gap)
-        sheet.paste(image.resize((width, height), Image.Resampling.NEAREST), (left, gap))
-        psnr = "reference" if row.psnr_db is None else f"{row.psnr_db:.1f} dB"
-        pen.text((left, height + gap + 4), f"{q}  {human_bytes(row.bytes)}  {psnr}", fill="black")
-    sheet.save(path)
+def _figures(row: DemoRow) -> list[str]:
+    return [human_bytes(row.bytes), f"{row.psnr_db:.1f} dB", f"{row.right}/{row.prompts} right"]

@@ -117,14 +117,6 @@ def test_models_lists_every_recipe() -> None:
     assert all(model.keys() >= {"class", "recipe", "parity"} for model in data["models"])
 
 
-@pytest.mark.slow
-def test_the_demo_runs_the_main_job(tmp_path: Path) -> None:
-    data = result_of("demo", "-o", tmp_path / "demo")
-    assert data["passed"]
-    assert {"bf16", "8bit", "4bit"} <= {row["q"] for row in data["rows"]}
-    assert Path(data["picture"]).read_bytes()[:4] == b"\x89PNG"
-
-
 def test_people_read_stderr(flux_checkpoint: Path) -> None:
     result = run("inspect", flux_checkpoint)
     assert result.stdout == ""

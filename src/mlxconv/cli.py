@@ -502,13 +502,20 @@ def models(markdown: bool, as_json: bool, verbose: bool, debug: bool) -> None:
 
 @cli.command()
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Keep the bundles here.")
+@click.option(
+    "--prompts",
+    type=int,
+    default=24,
+    show_default=True,
+    help="Prompts that the pictures are counted on.",
+)
 @_common
-def demo(out: Path | None, as_json: bool, verbose: bool, debug: bool) -> None:
-    """The main job on a tiny checkpoint, offline: convert at three precisions, verify, run."""
+def demo(out: Path | None, prompts: int, as_json: bool, verbose: bool, debug: bool) -> None:
+    """The main job on a tiny trained FLUX.1, offline: convert, verify, generate, compare."""
     _quiet()
     from .convert.demo import demo as run
 
-    report = run(out, say=say if verbose or not as_json else lambda text: None)
+    report = run(out, say if verbose or not as_json else lambda text: None, prompts)
     _emit(as_json, report.as_json(), report.as_text())
     if not report.passed:
         raise SystemExit(1)
