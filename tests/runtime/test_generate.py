@@ -105,11 +105,11 @@ def test_several_pictures_are_those_of_one_batch(pipe: Pipeline, pipeline_checkp
 
 
 def test_several_pictures_need_the_memory_of_one(pipe: Pipeline) -> None:
-    asked: dict[str, Any] = {**SIZE, "steps": 1, "tokens": TOKENS}
-    one, eight = (pipe(PROMPT, **asked, count=n).peak_bytes for n in (1, 8))
-    latents = 8 * 6 * 64 * 4 * 3  # bytes: starts, ends and steps of seven more
-    for phase in ("first_step", "steps", "decode"):
-        assert eight[phase] < 1.02 * one[phase] + latents
+    asked: dict[str, Any] = {**SIZE, "steps": 2, "tokens": TOKENS}
+    # The first call reads the weights that the others hold.
+    _, one, eight = (pipe(PROMPT, **asked, count=n).peak_bytes for n in (1, 1, 8))
+    for phase in ("steps", "decode"):
+        assert 0 < eight[phase] < 1.1 * one[phase]  # the latents of seven more
 
 
 @pytest.mark.parametrize("q", ["bf16", "4bit"])
