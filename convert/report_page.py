@@ -289,7 +289,7 @@ def _heat_map(caption: str, a: Array, b: Array) -> str:
         finite = gaps[np.isfinite(gaps)]
         top = float(finite.max()) if finite.size and finite.max() else 1.0
         image, scale = np.minimum(gaps / top, 1), f"{top:.2g}"
-        levels = f"{255 * top:.2g} of 255 levels"
+        levels = f"{255 * top:{'.0f' if top > 0.1 else '.2g'}} of 255 levels"
     picture, alt = _data_uri(_coloured(image)), f"{caption}, heat map; largest {scale}, {levels}"
     return (
         f'<figure><img class="map{_small(a)}" src="{picture}" alt="{escape(alt)}">'
