@@ -429,18 +429,18 @@ def atomic_folder(
     check_target(out, force, source)
     created = _make_parents(out.parent)
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
-    try:
-        check_space(out, needed_bytes)
-        _make_empty(partial)
-        with full_disk_named(out, needed_bytes):
+    with full_disk_named(out, needed_bytes):
+        try:
+            check_space(out, needed_bytes)
+            _make_empty(partial)
             yield partial
-        put_in_place(partial, out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        for folder in created:
-            with suppress(OSError):
-                folder.rmdir()
-        raise
+            put_in_place(partial, out)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            for folder in created:
+                with suppress(OSError):
+                    folder.rmdir()
+            raise
 
 
 @contextmanager
@@ -451,10 +451,11 @@ def full_disk_named(out: Path, needed_bytes: int) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        free = shutil.disk_usage(out.parent).free
+        there = next(path for path in out.parents if path.exists())
+        free = shutil.disk_usage(there).free
         raise MlxconvError(
-            f"{out}: the disk is full: the bundle needs {needed_bytes:,} bytes, {free:,} were "
-            "left; make room or choose another folder"
+            f"{out}: the disk is full: {needed_bytes:,} bytes needed, {free:,} free; "
+            "make room or choose another folder"
         ) from error
 
 

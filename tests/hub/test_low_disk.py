@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -74,11 +76,10 @@ class Watch:
     def _look(self) -> None:
         while not self._stop.wait(0.003):
             held = 0
-            for path in list(self.folder.glob("**/*.safetensors")):
-                try:
-                    held += path.stat().st_size
-                except OSError:  # it went meanwhile
-                    continue
+            for folder, _, names in os.walk(self.folder):  # skips what goes meanwhile
+                for name in names:
+                    with suppress(OSError):
+                        held += (Path(folder) / name).stat().st_size
             self.peak = max(self.peak, held)
 
 
