@@ -100,8 +100,9 @@ def shifted_flow(scheduler: Scheduler, request: Request, mu: float | None) -> Sc
 
 
 def flow_times(parts: Parts, schedule: Schedule) -> Inputs:
-    """Timesteps (calls, 1) in 0 to 1."""
-    return {"timestep": mx.array(schedule.timesteps)[:, None] / 1000}
+    """Timesteps (calls, 1) in 0 to 1; in half precision rounded first, as the pipelines do."""
+    dtype = parts.component("transformer").dtype
+    return {"timestep": mx.array(schedule.timesteps)[:, None].astype(dtype) / 1000}
 
 
 def own_times(parts: Parts, schedule: Schedule) -> Inputs:
