@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 from tqdm import tqdm
 
+from mlxconv.runtime.hub.names import hub_name
 from mlxconv.runtime.interrupts import check_interrupt
 from mlxconv.runtime.program import CONSTANTS_FILE, PROGRAM_FILE, load_program, to_json
 from mlxconv.runtime.weights import WEIGHTS_STEM
@@ -54,8 +55,8 @@ def convert(
     """
     started = time.perf_counter()
     chosen = Options(q=q, **options)
-    if not chosen.dry_run:
-        check_target(Path(out), chosen.force)
+    if hub_name(source) is not None and not chosen.dry_run:
+        check_target(Path(out), chosen.force)  # before the Hub is asked anything
     recipe = load_recipe_file(chosen.recipe) if chosen.recipe else None
     asked = Asked(
         chosen.variant, chosen.model_class, chosen.components, chosen.revision, chosen.low_disk,
