@@ -23,7 +23,7 @@ from .snippets import code, how_to_run
 MARK = "<!-- This card was written by mlxconv; without this line mlxconv leaves it alone. -->"
 _REASONS = (
     ("recipe keeps", "first and last layers and embeddings, few weights that every value passes"),
-    ("modulation", "it scales and shifts whole layers, so its errors do not average out"),
+    ("modulation", "modulation scales and shifts whole layers, so its errors do not average out"),
     ("--keep", "asked for with `--keep`"),
     ("not a linear weight", "convolutions and lookup tables, which are not products with a matrix"),
     ("the model keeps it in", "the model itself computes with these in that precision"),
