@@ -24,6 +24,7 @@ from .shapes.sheet import Column, draw_sheet
 PRECISIONS = ("fp32", "bf16", "8bit", "4bit")
 PROMPTS = 24  # of the held-out ones, unless asked otherwise
 _SHOWN = 6
+_LABELS = ("size", "PSNR against diffusers", "drawn as prompted")
 _DENOISER = "transformer"
 
 Array = np.ndarray[Any, Any]
@@ -142,7 +143,7 @@ def demo(
     picture = folder / "demo.png"
     size = 4 * rows[0].parameters
     columns[0].figures[:] = [human_bytes(size), "reference", f"{sum(right)}/{prompts} right"]
-    draw_sheet([scene.caption for scene in scenes[:_SHOWN]], columns, picture)
+    draw_sheet([scene.caption for scene in scenes[:_SHOWN]], columns, _LABELS, picture)
     return DemoReport(str(folder), str(picture), str(CHECKPOINT), size, prompts, sum(right), rows)
 
 

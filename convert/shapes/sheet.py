@@ -27,8 +27,13 @@ class Column:
     right: list[bool]
 
 
-def draw_sheet(prompts: list[str], columns: list[Column], path: Path) -> None:
-    """Write the pictures of the first prompts as a PNG; wrong ones have a red frame."""
+def draw_sheet(
+    prompts: list[str], columns: list[Column], labels: tuple[str, ...], path: Path
+) -> None:
+    """Write the pictures of the first prompts as a PNG; wrong ones have a red frame.
+
+    `labels` name the lines below the columns.
+    """
     across = _TILE + _GAP
     size = (_MARGIN * 2 + _TEXT_WIDTH + len(columns) * across,
             _MARGIN + _HEAD + len(prompts) * across + _FOOT)  # fmt: skip
@@ -38,6 +43,9 @@ def draw_sheet(prompts: list[str], columns: list[Column], path: Path) -> None:
         middle = _MARGIN + _HEAD + row * across + _TILE / 2
         text = "\n".join(textwrap.wrap(prompt, 22))
         pen.multiline_text((_MARGIN, middle), text, _INK, _font(19), "lm", spacing=8)
+    below = _MARGIN + _HEAD + len(prompts) * across + 8
+    for line, text in enumerate(labels):
+        pen.text((_MARGIN, below + line * _LINE), text, _FAINT, _font(19), "lm")
     for i, column in enumerate(columns):
         left = _MARGIN + _TEXT_WIDTH + i * across
         _draw_column(sheet, pen, left, column, len(prompts))
