@@ -1,4 +1,4 @@
-# make demo: tiny checkpoint -> bf16, 8bit, 4bit bundles -> verified -> run -> table
+# make demo: a trained tiny pipeline -> bundles -> verified -> pictures beside diffusers -> table
 # make test: ruff, mypy --strict, pytest
 # make coverage: every other class that has a recipe, held to the same contract
 # make figures: all classes, and what `mlxconv models` and docs/MODELS.md show of them
