@@ -99,7 +99,9 @@ def measure(bundle: Path, source: str, *, known: bool = False, **options: Any) -
 def _without_revision(source: str) -> str:
     """A Hub source without the branch that its name says: the converted commit counts."""
     name = hub_name(source)
-    return source if name is None else "hf://" + str(replace(name, revision=None))
+    if name is None or name.revision is None:
+        return source
+    return f"hf://{replace(name, revision=None)}"
 
 
 def _memory_bytes() -> int:

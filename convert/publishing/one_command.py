@@ -15,7 +15,7 @@ from ..writer import check_target
 from .licence import licence_of
 from .measured import measure
 from .preflight import Destination, look, prepare
-from .publish import Say, Wishes, publish, remote_facts
+from .publish import Say, Wishes, facts_of, publish, remote_facts
 from .source_card import Origin, origin_of, published_root, read_source_card
 
 
@@ -72,8 +72,9 @@ def check_before_converting(
         folder = Path(source).expanduser()
         if not folder.is_dir():
             raise MlxconvError(f"{source}: no such folder; check the path, or give ORG/NAME")
-        facts, texts = read_source_card(folder), published_root(folder)
+        texts = published_root(folder)
         origin = origin_of(str(folder.absolute()), revision, wishes.base_model)
+        facts = facts_of(read_source_card(folder), origin)
     licence = licence_of(facts, origin, wishes.given, texts)
     if dry_run:
         return look(wishes.repo, wishes.revision)

@@ -129,9 +129,7 @@ def publish(
     manifest = bundle.manifest
     base_model = wishes.base_model or manifest.get("base_model")
     origin = origin_of(str(manifest["source"]), manifest.get("revision"), base_model)
-    facts = manifest.get("source_card") or {}
-    if not facts and origin.repo is not None:
-        facts = remote_facts(origin.repo, origin.commit, bundle.path)
+    facts = facts_of(manifest.get("source_card") or {}, origin, bundle.path)
     licence = licence_of(facts, origin, wishes.given, bundle.path)
     if destination is None:
         destination = look(wishes.repo, wishes.revision) if dry_run else prepare(
@@ -157,6 +155,13 @@ def publish(
     return UploadReport(
         wishes, destination, card, licence, measured, listing, sent, sent.deleted, notes
     )
+
+
+def facts_of(facts: dict[str, Any], origin: Origin, bundle: Path | None = None) -> dict[str, Any]:
+    """What the source's own folder states, or else its repository's card."""
+    if facts or origin.repo is None:
+        return facts
+    return remote_facts(origin.repo, origin.commit, bundle)
 
 
 def remote_facts(repo: str, revision: str | None, bundle: Path | None = None) -> dict[str, Any]:

@@ -532,6 +532,7 @@ def _quiet() -> None:
 def main() -> None:
     """Entry point of the `mlxconv` command."""
     remember_interrupts()
+    before = set(threading.enumerate())
     try:
         cli.main(standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -543,7 +544,7 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort) as error:
         cause = error.__cause__ if isinstance(error, click.Abort) else error
         say(str(cause or "") or "interrupted; nothing was left half-written")
-        _leave(_INTERRUPTED)
+        _leave(_INTERRUPTED, before)
     except Exception as error:
         if "--debug" in sys.argv:
             raise
@@ -553,9 +554,10 @@ def main() -> None:
         raise SystemExit(1) from None
 
 
-def _leave(code: int) -> NoReturn:
-    """Exit, not waiting for threads of libraries: a download's may wait for minutes."""
-    if threading.active_count() > 1:
+def _leave(code: int, before: set[threading.Thread]) -> NoReturn:
+    """Exit, not waiting for threads that a library began: a download's may wait for minutes."""
+    begun = [thread for thread in threading.enumerate() if thread not in before]
+    if any(not thread.daemon for thread in begun):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -461,5 +461,5 @@ def test_ctrl_c_says_what_is_committed(
 def test_upload_needs_no_torch(hub: Hub, bundle: Path, env: Env, tmp_path: Path) -> None:
     for name in ("torch", "diffusers", "transformers"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('not installed here')")
-    path = f"{tmp_path}{os.pathsep}{env['PYTHONPATH']}"
+    path = f"{tmp_path}{os.pathsep}{env.get('PYTHONPATH', '')}"
     assert run("upload", bundle, REPO, env={**env, "PYTHONPATH": path}).code == 0
