@@ -3,6 +3,7 @@
 import signal
 from types import FrameType
 
+NOT_WAITED_FOR = "not waited for"  # name of threads that an interrupted process leaves behind
 _seen = False
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import MlxconvError
+from ..interrupts import NOT_WAITED_FOR
 from .errors import http_error, hub_errors, is_disk_full, is_transient
 from .names import HubName
 
@@ -317,7 +318,7 @@ def _interruptible(call: Callable[[], T]) -> T:
         except BaseException as error:
             found.set_exception(error)
 
-    threading.Thread(target=work, daemon=True).start()
+    threading.Thread(target=work, name=NOT_WAITED_FOR, daemon=True).start()
     return found.result()
 
 

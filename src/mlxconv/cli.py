@@ -18,7 +18,7 @@ import click
 
 from . import __version__
 from .runtime.errors import MlxconvError
-from .runtime.interrupts import remember_interrupts
+from .runtime.interrupts import NOT_WAITED_FOR, remember_interrupts
 
 _INTERRUPTED = 130
 
@@ -555,9 +555,10 @@ def main() -> None:
 
 
 def _leave(code: int, before: set[threading.Thread]) -> NoReturn:
-    """Exit, not waiting for threads that a library began: a download's may wait for minutes."""
+    """Exit. A transfer under way is not waited for: its threads, begun since, may hang on a server
+    for minutes, and Python would join them."""
     begun = [thread for thread in threading.enumerate() if thread not in before]
-    if any(not thread.daemon for thread in begun):
+    if any(not thread.daemon or thread.name == NOT_WAITED_FOR for thread in begun):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
