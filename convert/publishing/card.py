@@ -80,7 +80,7 @@ def _ranks(facts: CardFacts) -> Counter[int]:
 
 def _title(facts: CardFacts) -> str:
     what = facts.pipeline or facts.held[facts.main].class_name
-    runs = " It runs on Apple silicon, and on Linux, without PyTorch." if facts.native else ""
+    runs = " It runs wherever MLX does, without PyTorch." if facts.native else ""
     lines = [
         f"# {facts.repo.partition('/')[2]}",
         "",
