@@ -106,6 +106,7 @@ def verify(
     steps: int | None = None,
     size: tuple[int, int] | None = None,
     guidance: float | None = None,
+    tokens: int | None = None,
     page: str | Path | None = None,
     command: str | None = None,
     say: Callable[[str], None] = lambda text: None,
@@ -123,13 +124,14 @@ def verify(
     "trajectory" and "image" run whole pipelines, for each prompt: latents after each step, and
     pictures. They pass at 50 dB (of latents to themselves; PSNR of pictures in 0 to 1) where the
     other tiers ask for 1e-4; half precision may also be at most 1.5x as far off as PyTorch's own.
-    size: (width, height); steps 4, size and guidance the pipeline's by default.
+    size: (width, height); tokens: of the longest text encoder. Steps are 4, all else is the
+    pipeline's by default.
 
     page: an HTML report to write, with blocks, and pictures where the source is a whole pipeline;
     command: what it shows as the way to get it again.
     """
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
-    asked = _asked(prompts, steps, size, guidance)
+    asked = _asked(prompts, steps=steps, size=size, guidance=guidance, tokens=tokens)
     _check(tier, page, stream, dims or {}, asked)
     made = open_bundle(bundle)
     whole = tier in PIPELINE_TIERS or page is not None
@@ -170,11 +172,9 @@ def _call(bundle: str | Path, against: str | Path) -> str:
     return f"mlxconv.verify({str(bundle)!r}, {str(against)!r}, ...)"
 
 
-def _asked(
-    prompts: Sequence[str], steps: int | None, size: tuple[int, int] | None, guidance: float | None
-) -> dict[str, Any]:
+def _asked(prompts: Sequence[str], **options: Any) -> dict[str, Any]:
     """What was asked of pictures; all else is the default of `Request`."""
-    given = {"prompts": tuple(prompts) or None, "steps": steps, "size": size, "guidance": guidance}
+    given = {"prompts": tuple(prompts) or None, **options}
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -37,12 +37,16 @@ _AS_ASKED = {"use_resolution_binning": False, "clean_caption": False}
 
 @dataclass(frozen=True)
 class Request:
-    """What to generate. size: (width, height) in pixels. None: the pipeline's own default."""
+    """What to generate. size: (width, height) in pixels. tokens: of the longest text encoder.
+
+    None: the pipeline's own default.
+    """
 
     prompts: tuple[str, ...] = (DEFAULT_PROMPT,)
     steps: int = DEFAULT_STEPS
     size: tuple[int, int] | None = None
     guidance: float | None = None
+    tokens: int | None = None
     seed: int = 0
 
 
@@ -84,6 +88,7 @@ def call_arguments(cls: type, request: Request, prompt: str) -> dict[str, Any]:
         "prompt": (prompt, "--prompt", prompt != DEFAULT_PROMPT),
         "num_inference_steps": (request.steps, "--steps", request.steps != DEFAULT_STEPS),
         "guidance_scale": (request.guidance, "--guidance", True),
+        "max_sequence_length": (request.tokens, "--tokens", True),
         "width": (request.size and request.size[0], "--size", True),
         "height": (request.size and request.size[1], "--size", True),
     }
@@ -286,7 +291,7 @@ def run_native(bundle: Path, dtype: str | None, asked: Request) -> list[Run]:
 
         made = pipeline(
             prompt, steps=asked.steps, guidance=asked.guidance, width=width, height=height,
-            seed=asked.seed, callback=told,
+            seed=asked.seed, tokens=asked.tokens, callback=told,
         )  # fmt: skip
         runs.append(Run(made.pixels, latents))
     return runs

@@ -232,6 +232,7 @@ class _Dim(click.ParamType):  # type: ignore[type-arg]
 @click.option("--steps", type=int, help="Of a picture. [default: 4]")
 @click.option("--size", type=_Size(), help="Of a picture. [default: the pipeline's]")
 @click.option("--guidance", type=float, help="guidance_scale. [default: the pipeline's]")
+@click.option("--tokens", type=int, help="max_sequence_length. [default: the pipeline's]")
 @click.option("--report", "page", type=click.Path(path_type=Path, dir_okay=False),
               metavar="FILE.html",
               help="Write a page: blocks too, and pictures if SOURCE is a pipeline.")  # fmt: skip

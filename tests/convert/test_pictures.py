@@ -270,6 +270,13 @@ def test_a_prompt_that_a_class_does_not_take_is_refused() -> None:
         call_arguments(diffusers.DiTPipeline, Request(), "a cat")
 
 
+def test_the_tokens_asked_for_are_those_of_the_pipeline() -> None:
+    asked = Request(tokens=16)
+    assert call_arguments(diffusers.FluxPipeline, asked, "a cat")["max_sequence_length"] == 16
+    with pytest.raises(MlxconvError, match="takes no max_sequence_length, which --tokens would"):
+        call_arguments(diffusers.StableDiffusionPipeline, asked, "a cat")
+
+
 def test_a_bundle_without_programs_has_nothing_to_run(
     pipeline_bundle: Bundles, pipeline_checkpoint: Path, tmp_path: Path
 ) -> None:
