@@ -23,6 +23,7 @@ from PIL import Image
 
 from mlxconv.runtime.bundle import Bundle
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.files import whole
 from mlxconv.runtime.measuring.machine import described
 
 from .bundle_files import versions
@@ -65,14 +66,8 @@ def write_page(
 ) -> None:
     """Write the page of a report; it appears whole or not at all."""
     text = page(report, sizes(bundle, checkpoint), command)
-    partial = path.with_name(f".{path.name}.part")
-    try:
+    with whole(path) as partial:
         partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise MlxconvError(f"{path}: cannot be written ({error.strerror or error})") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def page(report: ParityReport, components: Sequence[dict[str, Any]], command: str) -> str:

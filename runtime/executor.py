@@ -428,7 +428,7 @@ class Executor:
         return function
 
 
-_MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+MEMORY_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _bounded(results: Any) -> Any:
@@ -436,10 +436,10 @@ def _bounded(results: Any) -> Any:
     for result in results if isinstance(results, list) else (results,):
         if isinstance(result, mx.array):
             size = math.prod(result.shape) * result.dtype.size
-            if size > _MEMORY:
+            if size > MEMORY_BYTES:
                 raise ValueError(
                     f"the result has shape {tuple(result.shape)}, {size / 1e9:.3g} GB; "
-                    f"this machine has {_MEMORY / 1e9:.3g} GB"
+                    f"this machine has {MEMORY_BYTES / 1e9:.3g} GB"
                 )
         elif isinstance(result, int) and abs(result) > MAX_INT:
             raise ValueError("the result is a number beyond 64 bits")

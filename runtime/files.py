@@ -1,5 +1,7 @@
 """Files of a bundle, which may come from anywhere: names stay inside, sizes are bounded."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from .errors import MlxconvError
@@ -10,6 +12,22 @@ MAX_TEXT = 64 << 20  # bytes of a JSON file; the largest program written has 0.4
 def is_plain(name: str) -> bool:
     """Whether a name from a file stays in its folder: no path, nothing hidden."""
     return bool(name) and not name.startswith(".") and not set(name) & set("/\\:\0")
+
+
+@contextmanager
+def whole(file: Path) -> Iterator[Path]:
+    """A path to write to; `file` appears when the block ends well, or stays as it was.
+
+    MlxconvError names the file that cannot be written.
+    """
+    partial = file.with_name(f".{file.name}.part")
+    try:
+        yield partial
+        partial.replace(file)
+    except OSError as error:
+        raise MlxconvError(f"{file}: cannot be written ({error.strerror or error})") from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_text(path: Path) -> str:

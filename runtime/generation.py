@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from .denoise import Progress
 from .errors import MlxconvError
+from .files import whole
 from .measuring.machine import described, peak_rss_bytes
 from .phases import phase_table, told_bytes
 from .pipeline import Pictures, load
@@ -131,11 +132,5 @@ def _save(file: Path, image: Any, told: dict[str, Any]) -> None:
     """A PNG that says how it was made; it appears whole or not at all."""
     info = PngInfo()
     info.add_text("mlxconv", json.dumps(told))
-    part = file.with_name(f".{file.name}.part")
-    try:
+    with whole(file) as part:
         image.save(part, format="PNG", pnginfo=info)
-        part.replace(file)
-    except OSError as error:
-        raise MlxconvError(f"{file}: cannot be written ({error.strerror or error})") from error
-    finally:
-        part.unlink(missing_ok=True)

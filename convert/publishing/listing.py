@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mlxconv.runtime.bundle import MANIFEST, Bundle, read_json
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.hub.download import git_blob_id
 from mlxconv.runtime.program import CONSTANTS_FILE, PROGRAM_FILE, load_program
 from mlxconv.runtime.weights import INDEX_FILE, WEIGHTS_STEM, weight_map
 
@@ -40,8 +41,7 @@ class LocalFile:
 
     def git_sha1(self) -> str:
         """Its id as a git blob: what the Hub lists for files that are not in its large storage."""
-        data = (self.root / self.path).read_bytes()
-        return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+        return git_blob_id((self.root / self.path).read_bytes())
 
 
 @dataclass

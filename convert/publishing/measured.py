@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxconv.runtime.bundle import Bundle, open_bundle, read_json
+from mlxconv.runtime.executor import MEMORY_BYTES
+from mlxconv.runtime.files import whole
 from mlxconv.runtime.hub.names import hub_name
 from mlxconv.runtime.measuring.machine import described
 from mlxconv.runtime.program import CONSTANTS_FILE, PROGRAM_FILE
@@ -89,7 +90,7 @@ def measure(bundle: Path, source: str, *, known: bool = False, **options: Any) -
     if found is not None:
         return found
     largest = max(part.parameters for part in inspect(held.path).components.values())
-    streamed = {"stream": True} if 4 * largest > _memory_bytes() / 4 else {}
+    streamed = {"stream": True} if 4 * largest > MEMORY_BYTES / 4 else {}
     report = verify(bundle, _without_revision(source), **{**streamed, **options})
     origin = origin_of(str(manifest["source"]), manifest["revision"], manifest.get("base_model"))
     save_parity(held, report, origin.label)
@@ -102,10 +103,6 @@ def _without_revision(source: str) -> str:
     if name is None or name.revision is None:
         return source
     return f"hf://{replace(name, revision=None)}"
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def read_parity(bundle: Bundle) -> Measured:
@@ -141,9 +138,5 @@ def covered(measured: Measured, components: Iterable[str]) -> bool:
 
 def write_whole(file: Path, text: str) -> None:
     """The file appears whole or not at all."""
-    partial = file.with_name(f".{file.name}.part")
-    try:
+    with whole(file) as partial:
         partial.write_text(text, encoding="utf-8")
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)

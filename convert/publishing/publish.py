@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxconv.runtime.bundle import MANIFEST, Bundle, open_bundle
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.files import whole
 from mlxconv.runtime.hub.download import open_remote
 from mlxconv.runtime.hub.names import HubName
 
@@ -252,6 +253,5 @@ def _tidy_manifest(bundle: Bundle, origin: Origin, facts: dict[str, Any]) -> Non
     if manifest.get("command"):
         manifest["command"] = without_home(without_token(manifest["command"], current_token()))
     if manifest != before:
-        partial = bundle.path / f".{MANIFEST}.part"
-        write_json(partial, manifest)
-        partial.replace(bundle.path / MANIFEST)
+        with whole(bundle.path / MANIFEST) as partial:
+            write_json(partial, manifest)
