@@ -51,12 +51,16 @@ class GenerateReport:
             "device": machine["device"],
         }
 
-    def as_text(self, verbose: bool = False) -> str:
-        """Files, time, memory; verbose: of each phase."""
+    def as_text(self) -> str:
+        """The files, one a line."""
+        return "\n".join(map(str, self.files))
+
+    def notes(self, verbose: bool = False) -> str:
+        """What to know of the pictures, time and memory; verbose: of each phase."""
         data = self.as_json()
         seconds, held = data["seconds"], data["resident_weight_bytes"]
         process, step = told_bytes(data["peak_bytes"]["rss"]), seconds["step_median"]
-        lines = [*(str(file) for file in self.files), *self.made.notes]
+        lines = list(self.made.notes)
         if verbose:
             lines += phase_table(PHASES, seconds, self.made.peak_bytes, seconds["total"])
             lines.append(

@@ -117,10 +117,29 @@ def test_models_lists_every_recipe() -> None:
     assert all(model.keys() >= {"class", "recipe", "parity"} for model in data["models"])
 
 
-def test_people_read_stderr(flux_checkpoint: Path) -> None:
-    result = run("inspect", flux_checkpoint)
-    assert result.stdout == ""
-    assert "FluxTransformer2DModel" in result.stderr
+def test_results_go_to_stdout_and_progress_to_stderr(
+    flux_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    bundle = str(tmp_path / "out")
+    for line, shown in (
+        (["convert", str(flux_checkpoint), "-o", bundle], f"{bundle}: "),
+        (["inspect", bundle], "FluxTransformer2DModel"),
+        (["verify", bundle, "--against", str(flux_checkpoint), "-v"], "PASSED"),
+        (["models"], "FluxTransformer2DModel"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["mlxconv", *line])
+        main()
+        out, err = capsys.readouterr()
+        assert shown in out
+        progress = {"convert": "tracing", "verify": "comparing weights"}.get(line[0])
+        assert (progress in err and progress not in out) if progress else err == ""
+
+
+def test_a_reader_that_goes_away_ends_a_command_quietly() -> None:
+    line = f"{sys.executable} -c '{MAIN}' models | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("1\n", "")
 
 
 # ---- exit codes ---------------------------------------------------------------------------------

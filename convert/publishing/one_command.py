@@ -20,13 +20,14 @@ from .source_card import Origin, origin_of, published_root, read_source_card
 
 
 def convert_and_publish(
-    source: str, out: Path, q: str, wishes: Wishes, *, command: str, say: Say, **options: Any
-) -> tuple[dict[str, Any], bool]:
+    source: str, out: Path, q: str, wishes: Wishes, *, command: str, say: Say, show: Say,
+    **options: Any,
+) -> tuple[dict[str, Any], bool]:  # fmt: skip
     """What `convert --json` prints, with `verify` and `upload` in it, and whether all passed.
 
     All that can refuse the upload is asked first. A bundle that this very `command` wrote is not
-    converted again, and figures of its files are not measured again. `options` are those of
-    `convert`.
+    converted again, and figures of its files are not measured again. `show` gets each report as it
+    is made. `options` are those of `convert`.
     """
     dry_run = options["dry_run"]
     finished = not dry_run and written_by(out, command)
@@ -40,19 +41,19 @@ def convert_and_publish(
         from ..conversion import convert
 
         report = convert(source, out, q, command=command, **options)
-    say(report.as_text())
+    show(report.as_text())
     data = report.as_json()
     if dry_run:
         return data, True
     if not options["low_disk"]:  # that keeps nothing to compare with
         chosen = {name: options[name] for name in ("recipe", "model_class")}
         parity = measure(out, source, known=True, **chosen)
-        say(parity.as_text())
+        show(parity.as_text())
         data["verify"] = parity.as_json()
         if not parity.passed:
             return data, False
     sent = publish(out, wishes, destination, say=say)
-    say(sent.as_text())
+    show(sent.as_text())
     return {**data, "upload": sent.as_json()}, True
 
 

@@ -1,7 +1,8 @@
 """The command line: `mlxconv convert | verify | generate | bench | ...`.
 
-Facts go to stdout as JSON with `--json`; people read stderr. Exit 0: success; 1: a clear failure;
-2: usage; 130: interrupted. Everything heavy is imported inside the command that needs it.
+Results go to stdout, as text or as one JSON object with `--json`; progress and notes go to stderr.
+Exit 0: success; 1: a clear failure; 2: usage; 130: interrupted. Everything heavy is imported inside
+the command that needs it.
 """
 
 import json
@@ -24,15 +25,28 @@ _INTERRUPTED = 130
 
 
 def say(text: str = "") -> None:
-    """A line for people."""
+    """Progress or a note, on stderr."""
     click.echo(text, err=True)
 
 
-def _emit(as_json: bool, data: dict[str, Any], text: str) -> None:
+def show(text: str, *, newline: bool = True) -> None:
+    """A result, on stdout; a reader that has gone away (`| head`) ends the command."""
+    try:
+        click.echo(text, nl=newline)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        raise SystemExit(1) from None
+
+
+def _emit(as_json: bool, data: dict[str, Any], text: str, note: str = "") -> None:
+    """A command's result, and with it, without `--json`, a note."""
     if as_json:
-        click.echo(json.dumps(data, indent=2))
-    else:
-        say(text)
+        show(json.dumps(data, indent=2))
+        return
+    if text:
+        show(text)
+    if note:
+        say(note)
 
 
 def _common(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,14 +193,15 @@ def convert(
 
         out = out or Path(upload_repo.rpartition("/")[2])
         wishes = _wishes(upload_repo, publishing, as_json)
-        data, passed = convert_and_publish(source, out, q, wishes, say=say, **options)
-        text = "" if passed else f"{out}: did not pass verify; it is not published"
+        shown = say if as_json else show  # as they come
+        data, passed = convert_and_publish(source, out, q, wishes, say=say, show=shown, **options)
+        text, note = "", "" if passed else f"{out}: did not pass verify; it is not published"
     else:
         from .convert.conversion import convert as run
 
         assert out is not None
         report = run(source, out, q, **options)
-        data, text, passed = report.as_json(), report.as_text(), True
+        data, text, note, passed = report.as_json(), report.as_text(), "", True
         if verify_after and not options["dry_run"]:
             from .convert.publishing.measured import measure
 
@@ -194,7 +209,7 @@ def convert(
             parity = measure(out, source, **chosen)
             data["verify"], passed = parity.as_json(), parity.passed
             text += "\n" + parity.as_text()
-    _emit(as_json, data, text)
+    _emit(as_json, data, text, note)
     if not passed:
         raise SystemExit(1)
 
@@ -268,11 +283,11 @@ def inspect(
 
     if program is not None:
         from .runtime.bundle import program_of
-        from .runtime.printed import show
+        from .runtime.printed import show as pseudo_code
         from .runtime.program import to_json
 
         found = program_of(path, program)
-        click.echo(to_json(found) if as_json else show(found))
+        show(to_json(found) if as_json else pseudo_code(found))
         return
     report = look(path, tensors=tensors, revision=revision)
     _emit(as_json, report.as_json(), report.as_text())
@@ -428,7 +443,7 @@ def generate(
 
     width, height = size or (None, None)
     report = run(bundle, prompt, out, dtype=dtype, width=width, height=height, **options)
-    _emit(as_json, report.as_json(), report.as_text(verbose))
+    _emit(as_json, report.as_json(), report.as_text(), report.notes(verbose))
 
 
 @cli.command()
@@ -482,9 +497,9 @@ def recipe_new(
         out.write_text(text, encoding="utf-8")
         say(f"{out}: written; try it by mlxconv convert SOURCE -o OUT --recipe {out} --verify")
     if as_json:
-        click.echo(json.dumps({"class": class_name, "recipe": text, "path": out and str(out)}))
+        show(json.dumps({"class": class_name, "recipe": text, "path": out and str(out)}))
     elif out is None:
-        click.echo(text, nl=False)
+        show(text, newline=False)
 
 
 @cli.command()
@@ -496,7 +511,7 @@ def models(markdown: bool, as_json: bool, verbose: bool, debug: bool) -> None:
 
     table = supported_models()
     if markdown:
-        click.echo(table.as_markdown(), nl=False)
+        show(table.as_markdown(), newline=False)
         return
     _emit(as_json, table.as_json(), table.as_text())
 

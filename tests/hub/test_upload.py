@@ -99,7 +99,7 @@ def test_a_dry_run_lists_what_would_be_deleted(hub: Hub, bundle: Path, env: Env)
     before = hub.repos[REPO].head
     one = make_bundle(bundle.with_name("one"), seed=next(SEEDS))
     shown = run("upload", one, REPO, "--dry-run", env=env)
-    assert "delete  transformer/model-00001-of-00002.safetensors" in shown.err
+    assert "delete  transformer/model-00001-of-00002.safetensors" in shown.out
     assert hub.repos[REPO].head == before
 
 
@@ -142,7 +142,7 @@ def test_junk_is_left_out_and_listed(hub: Hub, bundle: Path, env: Env) -> None:
 
 def test_another_branch_leaves_main_alone(hub: Hub, bundle: Path, env: Env) -> None:
     done = run("upload", bundle, REPO, "--revision", "4bit", env=env)
-    assert f"{REPO}/tree/4bit" in done.err
+    assert f"{REPO}/tree/4bit" in done.out
     assert published(hub, branch="4bit") == contents(bundle)
     assert published(hub) == {}
 

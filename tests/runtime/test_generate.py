@@ -151,8 +151,8 @@ def test_a_table_tells_each_phase(pipeline_bundle: Bundles, tmp_path: Path) -> N
     out = tmp_path / "cat.png"
     command = ["generate", str(pipeline_bundle("4bit")), PROMPT, "-o", str(out), "-v"]
     done = CliRunner().invoke(cli, [*command, "--size", "48x32", "--steps", "3", "--tokens", "16"])
+    assert done.stdout == f"{out}\n"
     lines = done.stderr.splitlines()
-    assert lines[0] == str(out)
     head = next(number for number, line in enumerate(lines) if line.startswith("phase"))
     table = {line[:12].strip(): line[12:].split() for line in lines[head + 1 : -2]}
     names = [phase.replace("_", " ") for phase in PHASES if phase not in ("warmup", "preview")]
