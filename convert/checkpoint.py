@@ -18,7 +18,7 @@ from .model_class import (
     transformers_config,
 )
 from .safetensors_io import StoredTensor
-from .weight_files import file_names, has_weights, read_json_object, read_weights
+from .weight_files import Stamp, file_names, has_weights, read_json_object, read_weights
 
 __all__ = [
     "Checkpoint",
@@ -51,7 +51,8 @@ class Component:
 
     `variant` is that of the weight files in use (None for plain ones). `library` is diffusers,
     transformers, a module of diffusers.pipelines, or, where `named`, the module that the user
-    named the class in.
+    named the class in. `stamps`: of the weight files, as they were opened; {} for the Hub's, which
+    do not change.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Component:
     tensors: dict[str, StoredTensor]
     variant: str | None
     files: list[Path]
+    stamps: dict[Path, Stamp]
     named: bool = False
 
 
@@ -269,6 +271,7 @@ def _open_component(
         tensors=weights.tensors,
         variant=weights.variant,
         files=weights.files,
+        stamps=weights.stamps,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 from tqdm import tqdm
 
+from mlxconv.runtime.bundle import MANIFEST
 from mlxconv.runtime.hub.names import hub_name
 from mlxconv.runtime.interrupts import check_interrupt
 from mlxconv.runtime.program import CONSTANTS_FILE, PROGRAM_FILE, load_program, to_json
@@ -28,6 +29,7 @@ from .bundle_files import (
     versions,
     write_json,
 )
+from .bundle_folder import atomic_folder, check_target, settle
 from .checkpoint import Component
 from .hub_source import Asked, Download, opened
 from .jobs import Job, Options, Run, bundle_bytes, prepare
@@ -35,7 +37,8 @@ from .publishing.source_card import read_source_card
 from .recipe import RECIPE_FILE, load_recipe_file
 from .report import ComponentReport, ConvertReport, grouped_kept
 from .resume import fingerprint, unfinished_folder, unfinished_path
-from .writer import MANIFEST, Saved, atomic_folder, check_target, read_back, write_weights
+from .weight_files import check_unchanged
+from .writer import Saved, read_back, write_weights
 
 
 def convert(
@@ -55,8 +58,10 @@ def convert(
     """
     started = time.perf_counter()
     chosen = Options(q=q, **options)
-    if hub_name(source) is not None and not chosen.dry_run:
-        check_target(Path(out), chosen.force)  # before the Hub is asked anything
+    if not chosen.dry_run:
+        settle(Path(out))
+        if hub_name(source) is not None:
+            check_target(Path(out), chosen.force)  # before the Hub is asked anything
     recipe = load_recipe_file(chosen.recipe) if chosen.recipe else None
     asked = Asked(
         chosen.variant, chosen.model_class, chosen.components, chosen.revision, chosen.low_disk,
@@ -102,6 +107,8 @@ def _convert(
         _write(run, jobs, folder, progress, saved)
         _write_manifest(run, jobs, folder, command)
         _verify_written(run, jobs, folder)
+        for component in run.checkpoint.components.values():
+            check_unchanged(component.stamps)
         check_interrupt()
 
 

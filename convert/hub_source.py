@@ -219,6 +219,7 @@ def _open(remote: Remote, folder: Path, asked: Asked) -> Source:
     checkpoint.source, checkpoint.revision = shown_name(remote.name), remote.commit
     checkpoint.skipped |= chooser.skipped
     for component in checkpoint.components.values():
+        component.stamps = {}
         component.tensors = {
             name: replace(tensor, ready=partial(download.bring, tensor.file))
             for name, tensor in component.tensors.items()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mlxconv.runtime.bundle import open_bundle
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.files import whole
 from mlxconv.runtime.program import CONSTANTS_FILE, PROGRAM_FILE, Program, load_program, to_json
 
+from .bundle_folder import changing
 from .model_class import find_class
 from .programs import Compiled, Size, compile_program, fixed_dims
 from .recipe import Recipe, bundle_recipe
@@ -33,7 +35,6 @@ def add_sizes(
     folder = opened.component(component)
     if not (folder / PROGRAM_FILE).is_file():
         raise MlxconvError(f"{folder}: has no program; convert it with a recipe")
-    old = load_program(folder / PROGRAM_FILE)
     listed = opened.manifest["components"][component]
     recipe = bundle_recipe(folder, listed["class"])
     wanted = _wanted(recipe, sizes, dims or {}, folder)
@@ -41,13 +42,28 @@ def add_sizes(
     for key in ("mlxconv", "quantization", "quantization_config"):
         config.pop(key, None)
     cls = find_class(listed["library"], listed["class"], folder)
-    known = [dict(entry.sizes) for entry in old.entries]
-    choices = [*known, *({**one, **choice} for one in known for choice in wanted)]
-    unique = [choice for i, choice in enumerate(choices) if choice not in choices[:i]]
-    made = compile_program(cls, config, recipe, choices=unique)
-    _check_weights(old, made.program, folder)
-    _replace(folder, made)
-    return [entry.sizes for entry in made.program.entries]
+
+    def with_more(old: Program) -> Compiled:
+        known = [dict(entry.sizes) for entry in old.entries]
+        choices = [*known, *({**one, **choice} for one in known for choice in wanted)]
+        unique = [choice for i, choice in enumerate(choices) if choice not in choices[:i]]
+        return compile_program(cls, config, recipe, choices=unique)
+
+    return [entry.sizes for entry in replace_program(folder, with_more).entries]
+
+
+def replace_program(folder: Path, make: Callable[[Program], Compiled]) -> Program:
+    """Replace a component's program by what `make` gives for the present one; gives the new one.
+
+    Processes that do this at once wait for each other, so each builds on the other's result.
+    Raises MlxconvError where the new program would read other weights than the bundle has.
+    """
+    with changing(folder.parent):
+        old = load_program(folder / PROGRAM_FILE)
+        made = make(old)
+        _check_weights(old, made.program, folder)
+        _write(folder, made)
+    return made.program
 
 
 def _wanted(
@@ -77,14 +93,12 @@ def _check_weights(old: Program, new: Program, folder: Path) -> None:
         )
 
 
-def _replace(folder: Path, made: Compiled) -> None:
+def _write(folder: Path, made: Compiled) -> None:
     """The program last, so that what it names is there."""
     from safetensors.numpy import save_file
 
     if made.constants:
-        temporary = folder / f".{CONSTANTS_FILE}"
-        save_file(made.constants, str(temporary))
-        temporary.replace(folder / CONSTANTS_FILE)
-    temporary = folder / f".{PROGRAM_FILE}"
-    temporary.write_text(to_json(made.program), encoding="utf-8")
-    temporary.replace(folder / PROGRAM_FILE)
+        with whole(folder / CONSTANTS_FILE) as partial:
+            save_file(made.constants, str(partial))
+    with whole(folder / PROGRAM_FILE) as partial:
+        partial.write_text(to_json(made.program), encoding="utf-8")

@@ -20,7 +20,8 @@ from typing import IO, Any
 
 from mlxconv.runtime.errors import MlxconvError
 
-from .writer import Saved, check_space, check_target, full_disk_named, put_in_place
+from .bundle_folder import check_space, check_target, full_disk_named, put_in_place
+from .writer import Saved
 
 
 def unfinished_path(out: Path) -> Path:
@@ -126,7 +127,7 @@ def unfinished_folder(
             check_space(out, needed_bytes - _allocated(work.folder))
             with full_disk_named(out, needed_bytes):
                 yield work
-            put_in_place(work.folder, out)
+            put_in_place(work.folder, out, force)
         except BaseException:
             if work.begun:
                 kept = f"{folder}: what is finished is kept here"

@@ -33,12 +33,19 @@ _SCALE_SUFFIXES = ("_scale", "_scale_inv", "_scale_2", ".scale", ".scale_inv")
 _SCALE_SIBLINGS = ("scale_weight", "weight_scale", "weight_scale_inv", "scale")
 
 
+Stamp = tuple[int, int]  # bytes, and nanoseconds of the last change
+
+
 class Weights(NamedTuple):
-    """The weight files that were chosen and the tensors in them, by name in sorted order."""
+    """The weight files that were chosen and the tensors in them, by name in sorted order.
+
+    `stamps`: size and time of each file from before its header was read, see `check_unchanged`.
+    """
 
     variant: str | None
     files: list[Path]
     tensors: dict[str, StoredTensor]
+    stamps: dict[Path, Stamp]
 
 
 class Chosen(NamedTuple):
@@ -76,12 +83,30 @@ def has_weights(names: Iterable[str]) -> bool:
 def read_weights(folder: Path, library: str, variant: str | None, fallback: bool) -> Weights:
     """Choose the weight files of a folder, see `choose_files`, and read their headers."""
     chosen = choose_files(folder, file_names(folder), library, variant, fallback)
-    tensors = _merge(folder / name for name in chosen.files)
+    files = [folder / name for name in chosen.files]
+    stamps = {file: _stamp(file) for file in files}
+    tensors = _merge(files)
     if chosen.index_file and chosen.weight_map:
         _check_index(chosen.index_file, chosen.weight_map, tensors)
     _refuse_scaled_fp8(folder, tensors)
-    files = [folder / name for name in chosen.files]
-    return Weights(chosen.variant, files, dict(sorted(tensors.items())))
+    return Weights(chosen.variant, files, dict(sorted(tensors.items())), stamps)
+
+
+def _stamp(file: Path) -> Stamp:
+    try:
+        found = file.stat()
+    except OSError as error:
+        raise MlxconvError(f"{file}: cannot be read ({error.strerror})") from error
+    return found.st_size, found.st_mtime_ns
+
+
+def check_unchanged(stamps: Mapping[Path, Stamp]) -> None:
+    """MlxconvError where a weight file is not the one that was opened."""
+    for file, stamp in stamps.items():
+        if _stamp(file) != stamp:
+            raise MlxconvError(
+                f"{file}: changed while it was read; convert again once nothing writes to it"
+            )
 
 
 def choose_files(

@@ -1,18 +1,15 @@
-"""Streaming safetensors, one tensor in memory at a time; a bundle folder that is whole or absent.
+"""Streaming safetensors, one tensor in memory at a time.
 
 Shapes are known before any weight is read, so the header goes first and each tensor follows at its
 offset. Format: https://huggingface.co/docs/safetensors, little-endian, no holes between tensors.
 """
 
-import errno
 import json
 import math
 import os
-import shutil
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from pathlib import Path
@@ -29,7 +26,6 @@ Chunk = bytes | bytearray | memoryview
 Part = mx.array | Iterable[Chunk]
 
 MAX_SHARD_BYTES = 5_000_000_000
-MANIFEST = "mlxconv.json"
 
 _ITEM_BYTES = {
     "BOOL": 1,
@@ -407,119 +403,3 @@ def _check_contents(path: Path, start: int, header: dict[str, Any], checks: dict
                     f"{path}: tensor {name!r}: its bytes are not those written (CRC-32 {crc:08x}, "
                     f"the index says {checks[name]}): convert or download it again"
                 )
-
-
-# ----------------------------------------------------------------------------------- the folder
-
-
-@contextmanager
-def atomic_folder(
-    out: Path, *, force: bool, needed_bytes: int, source: Path | None = None
-) -> Iterator[Path]:
-    """A temporary sibling of `out`, renamed to it when the block ends without an exception.
-
-    On any exception, Ctrl-C and a full disk included, it is removed and an `out` that was there
-    before is untouched. `force` replaces an existing bundle or empty folder, never another one; the
-    old one is deleted after the new one took its place, so both need room.
-
-    Raises MlxconvError when `out` cannot or must not be written, or the disk has less than
-    `needed_bytes` free.
-    """
-    out = out.expanduser().resolve()
-    check_target(out, force, source)
-    created = _make_parents(out.parent)
-    partial = out.parent / f".{out.name}.partial-{os.getpid()}"
-    with full_disk_named(out, needed_bytes):
-        try:
-            check_space(out, needed_bytes)
-            _make_empty(partial)
-            yield partial
-            put_in_place(partial, out)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            for folder in created:
-                with suppress(OSError):
-                    folder.rmdir()
-            raise
-
-
-@contextmanager
-def full_disk_named(out: Path, needed_bytes: int) -> Iterator[None]:
-    """MlxconvError with the figures for the OSError of a disk that is full, or over its quota."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        there = next(path for path in out.parents if path.exists())
-        free = shutil.disk_usage(there).free
-        raise MlxconvError(
-            f"{out}: the disk is full: {needed_bytes:,} bytes needed, {free:,} free; "
-            "make room or choose another folder"
-        ) from error
-
-
-def check_target(out: Path, force: bool, source: Path | None = None) -> None:
-    """MlxconvError when a bundle must not be written at `out`: see `atomic_folder`."""
-    out = out.expanduser().resolve()
-    if source is not None:
-        origin = source.expanduser().resolve()
-        if out == origin or origin in out.parents:
-            raise MlxconvError(f"{out}: is (in) the source {origin}: choose another folder")
-        if out in origin.parents:
-            raise MlxconvError(f"{out}: contains the source {origin}: choose another folder")
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise MlxconvError(f"{out}: is a file: choose another folder")
-    if not force:
-        raise MlxconvError(f"{out}: exists: choose another folder, or replace it with --force")
-    if any(out.iterdir()) and not (out / MANIFEST).is_file():
-        raise MlxconvError(
-            f"{out}: is not a bundle (no {MANIFEST} in it): remove it yourself, "
-            "--force only replaces bundles"
-        )
-
-
-def _make_parents(folder: Path) -> list[Path]:
-    """Create the missing folders; returns them, innermost first."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MlxconvError(f"{folder}: cannot be created: {error}") from error
-    return missing
-
-
-def check_space(out: Path, needed: int) -> None:
-    """MlxconvError when the disk of `out` has less than `needed` bytes free."""
-    free = shutil.disk_usage(out.parent).free
-    if free < needed:
-        raise MlxconvError(
-            f"{out}: the bundle needs {needed:,} bytes, {free:,} are free on that disk"
-        )
-
-
-def _make_empty(folder: Path) -> None:
-    """Create the folder. One of that name can only be a dead process's: it carries our id."""
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        folder.mkdir()
-    except OSError as error:
-        raise MlxconvError(f"{folder.parent}: cannot be written to: {error}") from error
-
-
-def put_in_place(partial: Path, out: Path) -> None:
-    """Rename `partial` to `out`; an old `out` is put back when that fails."""
-    old = out.parent / f".{out.name}.replaced-{os.getpid()}"
-    try:
-        if out.exists():
-            out.rename(old)
-        partial.rename(out)
-    except BaseException as error:
-        if old.exists() and not out.exists():
-            old.rename(out)
-        if isinstance(error, OSError):
-            raise MlxconvError(f"{out}: cannot be put in place: {error}") from error
-        raise
-    shutil.rmtree(old, ignore_errors=True)

@@ -78,6 +78,21 @@ def convert_failure(source: Path, tmp_path: Path, *more: str) -> str:
 # ---- checkpoints --------------------------------------------------------------------------------
 
 
+def test_a_source_that_changes_while_it_is_read_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (weights,) = source.glob("*.safetensors")
+
+    def write_then_touch(*args: Any, **options: Any) -> Any:
+        index = writer.write_weights(*args, **options)
+        os.utime(weights)
+        return index
+
+    monkeypatch.setattr(conversion, "write_weights", write_then_touch)
+    message = convert_failure(source, tmp_path, "--weights-only")
+    assert message.startswith(f"{weights}: changed while it was read")
+
+
 def test_no_such_folder(tmp_path: Path) -> None:
     assert "no such folder" in convert_failure(tmp_path / "absent", tmp_path)
 
@@ -273,7 +288,7 @@ def test_a_disk_without_room_is_found_before_writing(
     flux_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(writer.shutil, "disk_usage", lambda path: usage(1, 1, 1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1, 1, 1000))
     assert "1,000 are free on that disk" in convert_failure(flux_checkpoint, tmp_path)
 
 

@@ -9,9 +9,9 @@ from mlxconv.runtime.bundle import MANIFEST, open_bundle
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.hub.names import hub_name
 
+from ..bundle_folder import check_target
 from ..inspection import inspect
 from ..report import ComponentReport, ConvertReport
-from ..writer import check_target
 from .licence import licence_of
 from .measured import measure
 from .preflight import Destination, look, prepare

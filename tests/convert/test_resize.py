@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +15,11 @@ from mlxconv.cli import cli
 from mlxconv.convert.conversion import convert
 from mlxconv.convert.measure import tiny_checkpoint
 from mlxconv.convert.parity import verify
+from mlxconv.convert.programs import Compiled
 from mlxconv.convert.recipe import load_recipe
-from mlxconv.convert.resize import add_sizes
+from mlxconv.convert.resize import add_sizes, replace_program
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.program import PROGRAM_FILE, Program, load_program
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +44,30 @@ def test_a_batch_is_added_without_the_weights(bundle: Path, checkpoint: Path) ->
     report = verify(bundle, checkpoint)
     assert report.passed
     assert len([row for row in report.tiers if row.tier == "forward"]) == 3
+
+
+def test_two_additions_at_once_lose_nothing(bundle: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(bundle, tmp_path / "copy")) / "transformer"
+    second_read = threading.Event()
+
+    def add(number: int, before: Callable[[], object]) -> None:
+        def make(old: Program) -> Compiled:
+            before()
+            entry = replace(old.entries[0], sizes={"batch": number})
+            return Compiled(replace(old, entries=[*old.entries, entry]), {}, {})
+
+        replace_program(folder, make)
+
+    threads = [
+        threading.Thread(target=add, args=(7, lambda: second_read.wait(timeout=0.2))),
+        threading.Thread(target=add, args=(8, second_read.set)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    batches = [entry.sizes["batch"] for entry in load_program(folder / PROGRAM_FILE).entries]
+    assert {7, 8} <= set(batches)
 
 
 def test_a_class_that_takes_every_size_says_so(flux_bundle, tmp_path: Path) -> None:

@@ -1,12 +1,8 @@
 """Files are aligned, whole, readable by others, the same each time; a folder is whole or absent."""
 
-import errno
 import json
-import os
 import struct
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -16,13 +12,11 @@ from safetensors import numpy as safetensors_numpy
 from safetensors import safe_open
 from safetensors import torch as safetensors_torch
 
-from mlxconv.convert import writer
 from mlxconv.convert.quantization import affine, layout, quantize
 from mlxconv.convert.writer import (
     Group,
     Output,
     array_bytes,
-    atomic_folder,
     output_of,
     pass_through,
     read_back,
@@ -250,150 +244,3 @@ def test_a_broken_index_is_an_error(written: Path) -> None:
     (written / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(MlxconvError, match=r"index.json: cannot be read as an index"):
         read_back(written, "model")
-
-
-# ----------------------------------------------------------------------------------- the folder
-
-
-def bundle(path: Path, content: str = "old") -> Path:
-    path.mkdir(parents=True)
-    (path / writer.MANIFEST).write_text(content)
-    return path
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-def test_a_folder_appears_whole(tmp_path: Path) -> None:
-    out = tmp_path / "deep" / "er" / "out"
-    with atomic_folder(out, force=False, needed_bytes=10) as partial:
-        assert partial.parent == out.parent
-        assert not out.exists()
-        (partial / "x").write_text("new")
-    assert names(out) == ["x"]
-    assert names(out.parent) == ["out"]
-
-
-def test_force_replaces_a_bundle_only_at_the_end(tmp_path: Path) -> None:
-    out = bundle(tmp_path / "out")
-    with atomic_folder(out, force=True, needed_bytes=0) as partial:
-        (partial / writer.MANIFEST).write_text("new")
-        assert (out / writer.MANIFEST).read_text() == "old"
-    assert (out / writer.MANIFEST).read_text() == "new"
-    assert names(tmp_path) == ["out"]
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, SystemExit])
-def test_what_was_there_stays_when_the_work_fails(
-    tmp_path: Path, error: type[BaseException]
-) -> None:
-    out = bundle(tmp_path / "out")
-    with pytest.raises(error), atomic_folder(out, force=True, needed_bytes=0) as partial:
-        (partial / "x").write_text("half")
-        raise error
-    assert (out / writer.MANIFEST).read_text() == "old"
-    assert names(tmp_path) == ["out"]
-
-
-def test_ctrl_c_in_the_middle_of_a_tensor_leaves_nothing(tmp_path: Path) -> None:
-    def interrupted() -> Iterator[bytes]:
-        yield b"1234"
-        raise KeyboardInterrupt
-
-    group = pass_through(Output("x", (2,), "F32"), interrupted)
-    with (
-        pytest.raises(KeyboardInterrupt),
-        atomic_folder(tmp_path / "new" / "out", force=False, needed_bytes=8) as partial,
-    ):
-        write_weights(partial, "model", [group])
-    assert names(tmp_path) == []
-
-
-def test_a_full_disk_is_a_clear_error_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("os.pwrite", full)
-    with (
-        pytest.raises(MlxconvError, match=r"disk is full: 1,234 bytes needed, [\d,]+ free"),
-        atomic_folder(tmp_path / "out", force=False, needed_bytes=1234) as partial,
-    ):
-        write_weights(partial, "model", groups())
-    assert names(tmp_path) == []
-
-
-def test_too_little_space_is_found_before_the_first_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = SimpleNamespace(free=1000)
-    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
-    with (
-        pytest.raises(MlxconvError, match="needs 1,001 bytes, 1,000 are free"),
-        atomic_folder(tmp_path / "a" / "out", force=False, needed_bytes=1001),
-    ):
-        raise AssertionError("the block must not run")
-    assert names(tmp_path) == []
-
-
-def test_the_old_bundle_comes_back_when_the_rename_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, rename = bundle(tmp_path / "out"), Path.rename
-
-    def failing(self: Path, target: Path) -> Path:
-        if ".partial-" in self.name:
-            raise PermissionError("no")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", failing)
-    with (
-        pytest.raises(MlxconvError, match="cannot be put in place: no"),
-        atomic_folder(out, force=True, needed_bytes=0),
-    ):
-        pass
-    assert (out / writer.MANIFEST).read_text() == "old"
-    assert names(tmp_path) == ["out"]
-
-
-def refusal(out: Path, force: bool = True, source: Path | None = None) -> str:
-    with (
-        pytest.raises(MlxconvError) as caught,
-        atomic_folder(out, force=force, needed_bytes=0, source=source),
-    ):
-        raise AssertionError("the block must not run")
-    return str(caught.value)
-
-
-def test_an_existing_bundle_needs_force(tmp_path: Path) -> None:
-    assert "--force" in refusal(bundle(tmp_path / "out"), force=False)
-
-
-def test_force_takes_an_empty_folder_but_no_other(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    with atomic_folder(out, force=True, needed_bytes=0) as partial:
-        (partial / "photos").write_text("")
-    assert "is not a bundle" in refusal(out)
-    assert names(out) == ["photos"]
-
-
-def test_a_file_cannot_be_replaced_nor_be_a_parent(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    assert "is a file" in refusal(tmp_path / "file")
-    assert "cannot be created" in refusal(tmp_path / "file" / "out")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_parent_is_a_clear_error(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    assert "cannot be written to" in refusal(tmp_path / "out")
-
-
-def test_the_source_is_never_written_into_nor_replaced(tmp_path: Path) -> None:
-    source = bundle(tmp_path / "a" / "source")
-    assert "is (in) the source" in refusal(source, source=source)
-    assert "is (in) the source" in refusal(source / "out", source=source)
-    assert "contains the source" in refusal(tmp_path / "a", source=source)
