@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import mlx.core as mx
 import numpy as np
 
+from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program import Parameter
 
 from .checkpoint import Component, StoredTensor
@@ -22,6 +23,8 @@ from .quantization import (
     quantize_stream,
 )
 from .quantization import Parameter as PolicyParameter
+from .safetensors_io import DTYPES
+from .weight_files import scale_beside
 from .writer import Group, Output, Part, array_bytes, pass_through, single
 
 _CODES = {
@@ -32,6 +35,7 @@ _CODES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
+_EXACT = ("int32", "uint8", "bool")
 _INTEGERS = {"int64": "int32", "int16": "int32", "int8": "int32"}
 # Bytes read at a time, and worked on at a time, so that they stay in a core's cache.
 _READ = 4 << 20
@@ -72,6 +76,7 @@ def make_plan(
     plan = Plan([], {})
     for name, parameter in parameters.items():
         stored = component.tensors[found[name]]
+        _check_kind(name, parameter, stored, component.tensors)
         decision = _decide(name, parameter, stored, policy)
         plan.decisions[name] = decision
         count = _counter(plan.not_finite, name)
@@ -79,6 +84,31 @@ def make_plan(
         plan.groups.append(replace(group, source=stored.file))
     plan.groups.sort(key=lambda group: str(group.source))
     return plan
+
+
+def _check_kind(
+    name: str, parameter: Parameter, stored: StoredTensor, tensors: Mapping[str, StoredTensor]
+) -> None:
+    """MlxconvError unless the stored numbers are of the kind that the model computes with.
+
+    Integers may be stored as floats, as some checkpoints do: `_converted` checks their values.
+    """
+    wanted = _INTEGERS.get(parameter.dtype, parameter.dtype)
+    if wanted != "compute" and wanted not in _CODES:
+        raise MlxconvError(
+            f"{name}: the model holds it as {wanted}; a bundle stores {', '.join(_CODES)}"
+        )
+    dtype = DTYPES[stored.dtype][1]
+    exact = wanted in _EXACT and dtype != mx.complex64
+    if exact or mx.issubdtype(dtype, mx.floating):
+        return
+    kind = "an integer" if wanted in _EXACT else "a float"
+    scale = scale_beside(stored.name, tensors)
+    why = f"; {scale!r} beside it says that the weights are quantized" if scale else ""
+    raise MlxconvError(
+        f"{stored.file}: {stored.name!r} is {stored.dtype}, but the model uses it as {kind}{why}; "
+        "give the bf16, fp16 or fp32 checkpoint"
+    )
 
 
 def _decide(name: str, parameter: Parameter, stored: StoredTensor, policy: Policy) -> Decision:
@@ -175,7 +205,13 @@ def _cast(stored: StoredTensor, code: str, count: Callable[[int], None]) -> Iter
 def _converted(
     stored: StoredTensor, kind: str, dtype: str, count: Callable[[int], None]
 ) -> mx.array:
-    value = to_stored(stored.read(), kind).astype(getattr(mx, dtype + "_" * (dtype == "bool")))
+    read = to_stored(stored.read(), kind)
+    value = read.astype(getattr(mx, dtype + "_" * (dtype == "bool")))
+    if dtype in _EXACT and not mx.array_equal(value.astype(read.dtype), read):
+        raise MlxconvError(
+            f"{stored.file}: {stored.name!r} is {stored.dtype} and has values that are not exact "
+            f"in {dtype}, in which the model uses it; check that the weights are of this model"
+        )
     count(_array_not_finite(value))
     return value
 

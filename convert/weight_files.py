@@ -28,9 +28,9 @@ _STEMS = {
     "diffusers": ("diffusion_pytorch_model", "model", "pytorch_model"),
     "other": ("model", "pytorch_model", "diffusion_pytorch_model"),
 }
-# Names beside an F8 weight `a.weight` which say that its values need a scale to mean anything.
+# Names beside a weight `a.weight` which say that its values need a scale to mean anything.
 _SCALE_SUFFIXES = ("_scale", "_scale_inv", "_scale_2", ".scale", ".scale_inv")
-_SCALE_SIBLINGS = ("scale_weight", "weight_scale", "weight_scale_inv", "scale")
+_SCALE_SIBLINGS = ("scale_weight", "weight_scale", "weight_scale_inv", "scale", "SCB")
 
 
 Stamp = tuple[int, int]  # bytes, and nanoseconds of the last change
@@ -255,15 +255,19 @@ def _refuse_scaled_fp8(folder: Path, tensors: dict[str, StoredTensor]) -> None:
     for name, tensor in tensors.items():
         if not tensor.dtype.startswith("F8"):
             continue
-        parent = name.rpartition(".")[0]
-        scales = [name + suffix for suffix in _SCALE_SUFFIXES]
-        scales += [f"{parent}.{sibling}" for sibling in _SCALE_SIBLINGS]
-        found = next((s for s in [*scales, "scaled_fp8"] if s in tensors and s != name), None)
-        if found:
+        if found := scale_beside(name, tensors):
             raise MlxconvError(
                 f"{folder}: {name!r} is {tensor.dtype} with a scale in {found!r}: these weights "
                 "are already quantized; give the bf16 or fp16 checkpoint"
             )
+
+
+def scale_beside(name: str, tensors: Collection[str]) -> str | None:
+    """The stored tensor that scales `name`, if its name says so."""
+    parent = name.rpartition(".")[0]
+    scales = [name + suffix for suffix in _SCALE_SUFFIXES]
+    scales += [f"{parent}.{sibling}" for sibling in _SCALE_SIBLINGS]
+    return next((s for s in [*scales, "scaled_fp8"] if s in tensors and s != name), None)
 
 
 def read_json_object(file: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from mlxconv.convert.floats import cast, count_not_finite
 from mlxconv.convert.plan import Plan, make_plan
 from mlxconv.convert.quantization import Policy, parse_precision
 from mlxconv.convert.writer import array_bytes, read_back, write_weights
+from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program import Parameter
 
 CODES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
@@ -40,11 +41,15 @@ def test_a_cast_is_that_of_mlx(source: str, target: str) -> None:
     assert count_not_finite(result, target) == int((~mx.isfinite(expected)).sum())
 
 
-def planned(folder: Path, weight: np.ndarray, q: str, kind: str = "linear") -> Plan:
-    save_file({"x.weight": weight}, folder / "diffusion_pytorch_model.safetensors")
+def planned(
+    folder: Path, weight: np.ndarray, q: str, kind: str = "linear", dtype: str = "compute",
+    **beside: np.ndarray,
+) -> Plan:  # fmt: skip
+    beside = {f"x.{name}": value for name, value in beside.items()}
+    save_file({"x.weight": weight, **beside}, folder / "diffusion_pytorch_model.safetensors")
     (folder / "config.json").write_text(json.dumps({"_class_name": "Any"}))
     component: Component = next(iter(open_checkpoint(folder).components.values()))
-    parameter = Parameter(weight.shape, "compute", kind)
+    parameter = Parameter(weight.shape, dtype, kind)
     found = {"x.weight": "x.weight"}
     return make_plan(component, {"x.weight": parameter}, found, Policy(parse_precision(q)), "refit")
 
@@ -80,3 +85,53 @@ def test_each_kind_of_value_that_is_not_finite_is_found(code: str, value: float)
     finite = mx.array([0.0, -0.0, largest, -largest]).astype(CODES[code])
     assert count_not_finite(array_bytes(finite), code) == 0
     assert count_not_finite(array_bytes(mx.array([value], CODES[code])), code) == 1
+
+
+@pytest.mark.parametrize("stored", ["int8", "uint8", "bool", "int16", "int64", "complex64"])
+@pytest.mark.parametrize("q", ["bf16", "4bit"])
+def test_numbers_of_another_kind_are_no_floats(tmp_path: Path, stored: str, q: str) -> None:
+    weight = np.ones((4, 64), stored)
+    with pytest.raises(MlxconvError, match=r"'x.weight' is \w+, but the model uses it as a float;"):
+        planned(tmp_path, weight, q)
+
+
+@pytest.mark.parametrize("scale", ["weight_scale", "SCB"])
+def test_quantized_integers_are_named_as_such(tmp_path: Path, scale: str) -> None:
+    beside = {scale: np.ones((4, 1), np.float32)}
+    with pytest.raises(MlxconvError, match=f"'x.{scale}' beside it says .* are quantized"):
+        planned(tmp_path, np.ones((4, 64), np.int8), "bf16", **beside)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32", "uint8", "bool"])
+@pytest.mark.parametrize("stored", ["int64", "int32", "uint8", "bool", "float16", "float32"])
+def test_integers_are_stored_as_the_model_uses_them(
+    tmp_path: Path, stored: str, dtype: str
+) -> None:
+    values = np.array([0, 1, 1, 0]).astype(stored)
+    write_weights(tmp_path, "out", planned(tmp_path, values, "4bit", "other", dtype).groups)
+    written = mx.load(str(tmp_path / "out.safetensors"))["x.weight"]
+    assert written.astype(mx.int32).tolist() == [0, 1, 1, 0]
+    assert str(written.dtype) == f"mlx.core.{dtype.replace('int64', 'int32')}"
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        (np.array([2**31]), "int64"),
+        (np.array([0.5], np.float32), "int64"),
+        (np.array([math.nan], np.float32), "int32"),
+        (np.array([2], np.uint8), "bool"),
+        (np.array([-1]), "uint8"),
+    ],
+)
+def test_integers_that_would_change_are_refused(
+    tmp_path: Path, values: np.ndarray, dtype: str
+) -> None:
+    plan = planned(tmp_path, values, "bf16", "other", dtype)
+    with pytest.raises(MlxconvError, match=r"'x.weight' is \w+ and has values that are not exact"):
+        write_weights(tmp_path, "out", plan.groups)
+
+
+def test_a_complex_parameter_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(MlxconvError, match=r"x\.weight: the model holds it as complex64"):
+        planned(tmp_path, np.ones((4, 4), np.complex64), "bf16", dtype="complex64")
