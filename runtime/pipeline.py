@@ -1,7 +1,7 @@
 """`mlxconv.load(bundle)`: prompts to pictures, without PyTorch."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,12 @@ from .families.embeddings import embedded
 from .families.family import Defaults, Family, Inputs, Parts, Request
 from .guidance import Guided
 from .noise import Generator
-from .phases import Listener, Phases
+from .options import DIFFUSERS_NAMES, Options, takes
+from .phases import Phases
 from .schedulers import Schedule, Scheduler, with_class
 from .staging import Staged
 from .tiling import in_strips, work_of
 
-Preview = Callable[[Image.Image, Progress], None]
 _CFG = 4.0  # with a negative prompt, where none is asked for
 
 
@@ -34,17 +34,53 @@ _CFG = 4.0  # with a negative prompt, where none is asked for
 class Pictures:
     """What a generation made, and how long its phases took, in seconds.
 
-    seconds: `encode`, `prepare`, `first_step`, `steps` (all others), `step_median`, `preview` where
-    there was one, `decode` and `total`.
+    requests: one a picture, which made alone is the same. seconds: `encode`, `prepare`,
+    `first_step`, `steps` (all others), `step_median`, `preview` where there was one, `decode` and
+    `total`.
     """
 
     images: list[Image.Image]
     pixels: np.ndarray[Any, Any]  # (count, height, width, 3) float32 in 0 to 1
-    request: Request
+    requests: list[Request]
     seconds: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     weight_bytes: dict[str, int] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)  # of MLX's memory, a phase
+
+    @property
+    def request(self) -> Request:
+        """That of the first picture."""
+        return self.requests[0]
+
+    @property
+    def seeds(self) -> list[int]:
+        """One a picture."""
+        return [request.seed for request in self.requests]
+
+    def __repr__(self) -> str:
+        one = self.request
+        return (f"<Pictures: {len(self.requests)} of {one.width}x{one.height}, {one.steps} steps, "
+                f"seed {', '.join(map(str, self.seeds))}, "
+                f"{self.seconds.get('total', 0.0):.1f} s>")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is decided before anything is computed. requests: one a picture, those of a prompt
+    together."""
+
+    requests: list[Request]
+    scheduler: Scheduler
+    decoder: TinyDecoder | None
+    work: int
+    options: Options
+    notes: list[str]
+
+    @property
+    def by_prompt(self) -> list[list[Request]]:
+        """The requests of each prompt."""
+        step = len(self.requests) // len(self.options.prompts)
+        return [self.requests[i : i + step] for i in range(0, len(self.requests), step)]
 
 
 class Pipeline:
@@ -67,90 +103,90 @@ class Pipeline:
         """What a request is without being asked."""
         return self.family.defaults(self.parts)
 
-    def __call__(
-        self,
-        prompt: str | None = None,
-        *,
-        negative: str | None = None,
-        steps: int | None = None,
-        guidance: float | None = None,
-        cfg: float | None = None,
-        cfg_end: float = 1.0,
-        width: int | None = None,
-        height: int | None = None,
-        seed: int = 0,
-        count: int = 1,
-        tokens: int | None = None,
-        scheduler: str | None = None,
-        sigmas: Sequence[float] | None = None,
-        timesteps: Sequence[float] | None = None,
-        decoder: str | Path | None = None,
-        tile: str | int = "auto",
-        preview: Preview | None = None,
-        callback: Callback | None = None,
-        listener: Listener | None = None,
-        embeddings: Inputs | None = None,
-        negative_embeddings: Inputs | None = None,
-        conditioning: Mapping[str, Sequence[int]] | None = None,
-    ) -> Pictures:
-        """Pictures of a prompt: the noise of `seed` is torch's own, so they can be compared.
+    @takes(Options, DIFFUSERS_NAMES)
+    def __call__(self, options: Options) -> Pictures:
+        """Pictures of a prompt, or of each of several.
+
+        The noise of a seed is torch's own, so pictures can be compared with those of diffusers.
+        `num_inference_steps`, `guidance_scale`, `negative_prompt`, `num_images_per_prompt`,
+        `generator`, `true_cfg_scale` and `max_sequence_length` are taken for steps, guidance,
+        negative, count, seed, cfg and tokens. MlxconvError for what cannot be made.
 
         guidance: the pipeline's `guidance_scale`. cfg: scale of true classifier-free guidance, of
         FLUX.1 and Qwen-Image with a negative prompt. cfg_end: the part of the schedule after which
-        no negative prompt is read. tokens: of the longest text encoder. scheduler: another class
-        than the checkpoint's, or a name as `DPM++ 2M Karras`, see `with_class`. sigmas, timesteps:
-        noise levels of a schedule of one's own. decoder: `tiny`, or the path of a converted
-        autoencoder, instead of the VAE. tile: large pictures are decoded in strips of rows: `auto`,
-        `off`, or how many MiB each may need. preview: shown the pictures that steps predict, by
-        `decoder` or a linear map, in at most a fifth of the time. embeddings, negative_embeddings:
-        instead of prompts, arrays by the names of `pipeline.family.embeddings`. conditioning:
-        SDXL's `original_size`, `target_size` and `crops_coords_top_left`, as in diffusers.
-        callback: after each step. listener: told of each phase and how far it is. MlxconvError for
-        what cannot be done, saying what can.
+        no negative prompt is read. width, height: in pixels. seed: of the first picture, the next
+        has the next; or one a picture; None: a random one, which the result names. count: pictures
+        a prompt. tokens: of the longest text encoder. scheduler: another class than the
+        checkpoint's, or a name as `DPM++ 2M Karras`, see `with_class`. sigmas, timesteps: noise
+        levels of a schedule of one's own. decoder: `tiny`, or the path of a converted autoencoder,
+        instead of the VAE. tile: large pictures are decoded in strips of rows: `auto`, `off`, or
+        how many MiB each may need. preview: shown the pictures that steps predict, by `decoder` or
+        a linear map, in at most a fifth of the time. embeddings, negative_embeddings: instead of
+        prompts, arrays by the names of `pipeline.family.embeddings`. conditioning: SDXL's
+        `original_size`, `target_size` and `crops_coords_top_left`, as in diffusers. callback: after
+        each step. listener: called with each phase and how far it is.
         """
-        own = self.defaults
-        pull = own.guidance if guidance is None else guidance
-        _check_prompts(prompt, embeddings, negative, negative_embeddings)
-        against = negative is not None or negative_embeddings is not None
-        scale, guided = self._scale(against, pull, cfg)
-        levels = timesteps if sigmas is None else sigmas
+        return self.run(self.plan(options))
+
+    def plan(self, options: Options) -> Plan:
+        """What will be made; MlxconvError for what cannot be."""
+        own, steps = self.defaults, options.steps
+        _check_prompts(options)
+        pull = own.guidance if options.guidance is None else options.guidance
+        against = options.negative is not None or options.negative_embeddings is not None
+        scale, guided = self._scale(against, pull, options.cfg)
+        levels = options.timesteps if options.sigmas is None else options.sigmas
         if levels is not None:
             if steps is not None:
                 raise MlxconvError("give steps, or sigmas or timesteps of your own: one of the two")
             steps = len(levels)
         request = Request(
-            prompt or "", width or own.width, height or own.height,
-            own.steps if steps is None else steps, pull, negative, scale, seed, count, tokens,
-            guided, conditioning or {}, sigmas, timesteps,
+            options.prompts[0], options.width or own.width, options.height or own.height,
+            own.steps if steps is None else steps, pull, options.negative, scale, 0,
+            options.tokens, guided, options.conditioning or {}, options.sigmas, options.timesteps,
         )  # fmt: skip
         _check(request, own, self.family)
-        made = Pictures([], np.zeros(0), request)
+        notes = []
         if against and not guided:
-            made.notes.append(f"the negative prompt is not read: guidance is {scale:g}")
-        other = None if decoder is None else find_decoder(self.parts, decoder)
-        chosen, work = self.parts.scheduler, work_of(tile)
-        if scheduler is not None:
-            chosen = with_class(chosen, scheduler)
-        clock = Phases(listener)
-        with clock.phase("encode", 1 + guided) as ended:
-            self.parts.notes, prompts = made.notes, []
-            for inputs in embedded(self.family, self.parts, request, embeddings,
-                                   negative_embeddings):  # fmt: skip
-                mx.eval(list(inputs.values()))
-                prompts.append(inputs)
-                ended()
-        generator = Generator(request.seed)
-        latents, schedule = self._start(request, prompts[0], chosen, generator)
-        with clock.phase("prepare"):
-            models = self._prepare(request, prompts, latents, schedule, cfg_end, made)
-        noise = partial(_again, generator, (1, *latents.shape[1:]))
-        told = self._previewing(preview, other, request, clock, callback)
-        ends = self._denoise(models, latents, schedule, noise, told, clock)
-        with clock.phase("decode", request.count) as ended:
-            made.pixels = self._decode(ends, made, other, work, ended)
+            notes.append(f"the negative prompt is not read: guidance is {scale:g}")
+        requests = [
+            replace(request, prompt=prompt, seed=seed)
+            for prompt, seeds in zip(options.prompts, options.seeds(), strict=True)
+            for seed in seeds
+        ]
+        decoder = None if options.decoder is None else find_decoder(self.parts, options.decoder)
+        scheduler = self.parts.scheduler
+        if options.scheduler is not None:
+            scheduler = with_class(scheduler, options.scheduler)
+        return Plan(requests, scheduler, decoder, work_of(options.tile), options, notes)
+
+    def run(self, plan: Plan) -> Pictures:
+        """Make what was planned: encode all prompts, then denoise and decode picture by picture."""
+        made = Pictures([], np.zeros(0), plan.requests, notes=list(plan.notes))
+        self.parts.notes = made.notes
+        clock = Phases(plan.options.listener)
+        encoded = self._encode(plan, clock)
+        later: list[float] = []
+        ends = []
+        for requests, prompts in zip(plan.by_prompt, encoded, strict=True):
+            generators = [Generator(request.seed) for request in requests]
+            starts, schedule = self._start(requests, prompts[0], plan.scheduler, generators)
+            with clock.phase("prepare"):
+                models = self._prepare(requests[0], prompts, starts[0], schedule, plan, made)
+            told = self._previewing(plan, requests[0], clock)
+            noises: list[Noise] = [
+                partial(_again, generator, starts[0].shape) for generator in generators
+            ]
+            ends += self._denoise(models, starts, schedule, noises, told, clock, later)
+        first = clock.seconds["first_step"]
+        clock.seconds["steps"] -= first + clock.seconds.get("preview", 0.0)
+        clock.seconds["step_median"] = median(later or [first])
+        with clock.phase("decode", len(ends)) as ended:
+            made.pixels = self._decode(ends, made, plan, ended)
         made.images = [_image(pixels) for pixels in made.pixels]
         made.seconds = {**clock.seconds, "total": clock.wall}
         made.peak_bytes = clock.peak_bytes
+        made.notes[:] = dict.fromkeys(made.notes)
         return made
 
     # ---- the phases ----
@@ -167,39 +203,56 @@ class Pipeline:
             scale = guidance
         return scale, scale > self.family.guidance.off and (against or not waits)
 
-    def _start(
-        self, request: Request, prompt: Inputs, scheduler: Scheduler, generator: Generator
-    ) -> tuple[mx.array, Schedule]:
-        noise = self.family.start(self.parts, request, generator, prompt)
-        schedule = self.family.schedule(scheduler, request, noise)
+    def _encode(self, plan: Plan, clock: Phases) -> list[list[Inputs]]:
+        """Each prompt's embeddings, and the negative prompt's; the encoders are released."""
+        found, options = [], plan.options
+        parts = len(plan.by_prompt) * (1 + plan.requests[0].guided)
+        with clock.phase("encode", parts) as ended:
+            for requests in plan.by_prompt:
+                found.append(list[Inputs]())
+                for inputs in embedded(self.family, self.parts, requests[0], options.embeddings,
+                                       options.negative_embeddings):  # fmt: skip
+                    mx.eval(list(inputs.values()))
+                    found[-1].append(inputs)
+                    ended()
         if not self.keep:
             for name in self.family.encoders:
                 self.parts.release(name)
-        return noise * schedule.initial_noise, schedule
+        return found
+
+    def _start(
+        self, requests: list[Request], prompt: Inputs, scheduler: Scheduler,
+        generators: list[Generator],
+    ) -> tuple[list[mx.array], Schedule]:  # fmt: skip
+        """The latents (1, ...) that each picture begins with."""
+        noise = [self.family.start(self.parts, request, generator, prompt)
+                 for request, generator in zip(requests, generators, strict=True)]  # fmt: skip
+        schedule = self.family.schedule(scheduler, requests[0], noise[0])
+        return [each * schedule.initial_noise for each in noise], schedule
 
     def _prepare(
         self, request: Request, prompts: list[Inputs], latents: mx.array,
-        schedule: Schedule, cfg_end: float, made: Pictures,
+        schedule: Schedule, plan: Plan, made: Pictures,
     ) -> Guided:  # fmt: skip
         if self._staged is None:
             self._staged = Staged(self.parts.component(self.family.denoiser))
         staged, family = self._staged, self.family
         given = [
-            {**family.latents(latents[:1]), **family.inputs(self.parts, request, prompt)}
+            {**family.latents(latents), **family.inputs(self.parts, request, prompt)}
             for prompt in prompts
         ]
-        guidance = replace(family.guidance, scale=request.cfg, end=cfg_end)
+        guidance = replace(family.guidance, scale=request.cfg, end=plan.options.cfg_end)
         negative = given[1] if len(given) > 1 else None
         times, sizes = family.times(self.parts, schedule), staged.weight_bytes()
         made.weight_bytes = {"prepare": sizes["all"], "loop": sizes["step"]}
         return Guided(staged, given[0], times, negative, guidance, latents=family.latents)
 
     def _denoise(
-        self, model: Guided, starts: mx.array, schedule: Schedule, noise: Noise,
-        callback: Callback | None, clock: Phases,
+        self, model: Guided, starts: list[mx.array], schedule: Schedule, noises: list[Noise],
+        callback: Callback | None, clock: Phases, later: list[float],
     ) -> list[mx.array]:  # fmt: skip
-        """The latents (1, ...) at the end, one image after the other."""
-        later: list[float] = []
+        """The latents (1, ...) at the end, one picture after the other; `later`: seconds of each
+        step but the first."""
         last = time.perf_counter()
 
         def predicted(step: int, x: mx.array) -> mx.array:
@@ -220,21 +273,15 @@ class Pipeline:
                 last = time.perf_counter()
                 return go_on
 
-            ends = [denoise(predicted, x[None], schedule, noise=noise, callback=told)
-                    for x in starts]  # fmt: skip
-        first = clock.seconds["first_step"]
-        clock.seconds["steps"] -= first + clock.seconds.get("preview", 0.0)
-        clock.seconds["step_median"] = median(later or [first])
-        return ends
+            return [denoise(predicted, x, schedule, noise=noise, callback=told)
+                    for x, noise in zip(starts, noises, strict=True)]  # fmt: skip
 
-    def _previewing(
-        self, preview: Preview | None, decoder: TinyDecoder | None, request: Request,
-        clock: Phases, callback: Callback | None,
-    ) -> Callback | None:  # fmt: skip
+    def _previewing(self, plan: Plan, request: Request, clock: Phases) -> Callback | None:
         """The callback, and before it a preview, as often as takes a fifth of the time."""
+        preview, callback = plan.options.preview, plan.options.callback
         if preview is None:
             return callback
-        shown = decoder or LinearDecoder(self.parts.component("vae"))
+        shown = plan.decoder or LinearDecoder(self.parts.component("vae"))
         size, due = (request.width, request.height), 0.0
 
         def told(progress: Progress) -> bool | None:
@@ -252,12 +299,11 @@ class Pipeline:
         return told
 
     def _decode(
-        self, latents: list[mx.array], made: Pictures, decoder: TinyDecoder | None,
-        work: int, ended: Callable[[], None],
-    ) -> np.ndarray[Any, Any]:  # fmt: skip
-        decoded, request = [], made.request
+        self, latents: list[mx.array], made: Pictures, plan: Plan, ended: Callable[[], None]
+    ) -> np.ndarray[Any, Any]:
+        decoded, request, decoder = [], made.request, plan.decoder
         component = decoder.component if decoder else self.parts.component("vae")
-        with standing_in(self.parts, decoder), in_strips(component, work) as strips:
+        with standing_in(self.parts, decoder), in_strips(component, plan.work) as strips:
             for each in latents:
                 decoded.append(np.array(self.family.decode(self.parts, each, request)))
                 ended()
@@ -295,21 +341,19 @@ def _again(generator: Generator, shape: tuple[int, ...], call: int) -> mx.array:
     return generator.normal(shape)
 
 
-def _check_prompts(
-    prompt: str | None, embeddings: Inputs | None, negative: str | None, others: Inputs | None
-) -> None:
-    if (prompt is None) == (embeddings is None):
+def _check_prompts(options: Options) -> None:
+    if (options.prompt is None) == (options.embeddings is None):
         raise MlxconvError("pass a prompt, or embeddings instead of it: one of the two")
-    if negative is not None and others is not None:
+    if options.negative is not None and options.negative_embeddings is not None:
         raise MlxconvError("pass negative, or negative_embeddings instead of it, not both")
+    if not isinstance(options.negative, str | None):
+        raise MlxconvError(f"negative is {options.negative!r:.80}: one string, for all prompts")
 
 
 def _check(request: Request, own: Defaults, family: Family) -> None:
-    for name in ("steps", "count", "width", "height"):
+    for name in ("steps", "width", "height"):
         if getattr(request, name) < 1:
             raise MlxconvError(f"{name} is {getattr(request, name)}: at least 1")
-    if request.seed < 0:
-        raise MlxconvError(f"seed is {request.seed}: 0 or more")
     unknown = [name for name in request.conditioning if name not in family.conditioning]
     if unknown:
         raise MlxconvError(f"conditioning {', '.join(unknown)}: this pipeline takes "

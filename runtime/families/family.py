@@ -31,7 +31,6 @@ class Request:
     negative: str | None = None
     cfg: float = 1.0
     seed: int = 0
-    count: int = 1
     tokens: int | None = None
     guided: bool = False
     conditioning: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -143,7 +142,7 @@ class Family:
     encode: prompt -> embeddings. negative: the same, where a negative prompt is encoded in another
     way. unasked: the embeddings that stand for no negative prompt, of the prompt's; None: those of
     an empty one.
-    start: noise for `count` images, packed, in the precision of the embeddings. inputs: the
+    start: noise of one picture (1, ...), packed, in the precision of the embeddings. inputs: the
     denoiser's, for one image, of the embeddings; without latents and schedule. times: its schedule
     inputs (calls, ...). decode: latents (1, ...) -> pixels (1, height, width, 3) in 0 to 1.
     embedded: whether guidance is an input of the denoiser (or there is none), and classifier-free

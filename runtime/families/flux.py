@@ -39,9 +39,9 @@ def grid(parts: Parts, request: Request) -> tuple[int, int]:
 
 
 def start(parts: Parts, request: Request, generator: Generator, prompt: Inputs) -> mx.array:
-    """Packed noise (count, tokens, channels)."""
+    """Packed noise (1, tokens, channels)."""
     dtype = prompt["encoder_hidden_states"].dtype
-    return packed_noise(parts, dtype, generator, request.count, grid(parts, request))
+    return packed_noise(parts, dtype, generator, grid(parts, request))
 
 
 def text_ids(prompt: Inputs) -> mx.array:

@@ -51,9 +51,9 @@ def _encode(
 
 def _start(parts: Parts, request: Request, generator: Generator, prompt: Inputs) -> mx.array:
     channels = parts.config("transformer")["in_channels"]
-    shape = (request.count, channels, *grid(parts, request))
+    shape = (1, channels, *grid(parts, request))
     noise = noise_as(prompt["encoder_hidden_states"].dtype, generator, shape)
-    return noise.reshape(request.count, channels, -1).transpose(0, 2, 1)
+    return noise.reshape(1, channels, -1).transpose(0, 2, 1)
 
 
 def _inputs(parts: Parts, request: Request, prompt: Inputs) -> Inputs:

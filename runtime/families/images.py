@@ -37,13 +37,13 @@ def noise_as(dtype: mx.Dtype, generator: Generator, shape: tuple[int, ...]) -> m
 
 
 def plain_shape(parts: Parts, request: Request, denoiser: str = "transformer") -> tuple[int, ...]:
-    """Of a request's latents (count, channels, height, width)."""
+    """Of a request's latents (1, channels, height, width)."""
     scale, channels = vae_scale(parts.config("vae")), parts.config(denoiser)["in_channels"]
-    return request.count, channels, request.height // scale, request.width // scale
+    return 1, channels, request.height // scale, request.width // scale
 
 
 def plain_start(parts: Parts, request: Request, generator: Generator, prompt: Inputs) -> mx.array:
-    """Noise (count, channels, height, width), as precise as `encoder_hidden_states`."""
+    """Noise (1, channels, height, width), as precise as `encoder_hidden_states`."""
     return noise_as(prompt["encoder_hidden_states"].dtype, generator, plain_shape(parts, request))
 
 
@@ -63,12 +63,12 @@ def packed(latents: mx.array) -> mx.array:
 
 
 def packed_noise(
-    parts: Parts, dtype: mx.Dtype, generator: Generator, count: int, grid: tuple[int, int]
+    parts: Parts, dtype: mx.Dtype, generator: Generator, grid: tuple[int, int]
 ) -> mx.array:
-    """Noise for `count` images of (rows, columns) tokens, packed; see `noise_as`."""
+    """Noise for (rows, columns) tokens, packed; see `noise_as`."""
     rows, columns = grid
     channels = parts.config("transformer")["in_channels"] // 4
-    return packed(noise_as(dtype, generator, (count, channels, 2 * rows, 2 * columns)))
+    return packed(noise_as(dtype, generator, (1, channels, 2 * rows, 2 * columns)))
 
 
 def unpacked(latents: mx.array, rows: int, columns: int) -> mx.array:

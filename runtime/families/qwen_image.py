@@ -41,7 +41,7 @@ def _grid(parts: Parts, request: Request) -> tuple[int, int]:
 
 def _start(parts: Parts, request: Request, generator: Generator, prompt: Inputs) -> mx.array:
     dtype = prompt["encoder_hidden_states"].dtype
-    return packed_noise(parts, dtype, generator, request.count, _grid(parts, request))
+    return packed_noise(parts, dtype, generator, _grid(parts, request))
 
 
 def _inputs(parts: Parts, request: Request, prompt: Inputs) -> Inputs:

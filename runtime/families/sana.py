@@ -62,7 +62,7 @@ def _negative(parts: Parts, prompt: str, request: Request) -> Inputs:
 def _start(parts: Parts, request: Request, generator: Generator, prompt: Inputs) -> mx.array:
     scale = 2 ** (len(parts.config("vae")["encoder_block_out_channels"]) - 1)
     channels = parts.config("transformer")["in_channels"]
-    shape = (request.count, channels, request.height // scale, request.width // scale)
+    shape = (1, channels, request.height // scale, request.width // scale)
     return generator.normal(shape)
 
 

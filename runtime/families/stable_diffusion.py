@@ -36,7 +36,7 @@ def _encode(parts: Parts, prompt: str, request: Request) -> Inputs:
 
 
 def unet_start(parts: Parts, request: Request, generator: Generator, prompt: Inputs) -> mx.array:
-    """Noise (count, channels, height, width)."""
+    """Noise (1, channels, height, width)."""
     shape = plain_shape(parts, request, "unet")
     return noise_as(prompt["encoder_hidden_states"].dtype, generator, shape)
 

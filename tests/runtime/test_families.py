@@ -103,9 +103,10 @@ def by_diffusers(pair: Pair, steps: int, pipe: Any = None, seed: int = 7, **opti
     tokens, generator = own.pop("tokens"), torch.Generator().manual_seed(seed)
     given = {"prompt": PROMPT, **own, "max_sequence_length": tokens}
     taken = inspect.signature(pipe.__call__).parameters
+    given = {k: v for k, v in given.items() if k in taken} | {"generator": generator}
     found = pipe(
-        **{k: v for k, v in given.items() if k in taken}, **CALLED_WITH.get(pair.name, {}),
-        num_inference_steps=steps, generator=generator, output_type="np", **options,
+        **{**given, **CALLED_WITH.get(pair.name, {}), **options},
+        num_inference_steps=steps, output_type="np",
     )  # fmt: skip
     return np.asarray(found.images)
 
@@ -151,9 +152,12 @@ def test_guidance_can_be_off(pair: Pair) -> None:
     assert any("the negative prompt is not read" in note for note in ours.notes)
 
 
-def test_several_pictures_are_those_of_one_batch(pair: Pair) -> None:
+def test_several_pictures_are_those_of_so_many_generators(pair: Pair) -> None:
+    import torch
+
     two = {"class_labels": [281, 281]} if pair.name == "dit" else {"num_images_per_prompt": 2}
-    options = {**CALLED_WITH.get(pair.name, {}), **two}
+    seeds = [torch.Generator().manual_seed(seed) for seed in (7, 8)]
+    options = {**CALLED_WITH.get(pair.name, {}), **two, "generator": seeds}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CALLED_WITH, pair.name, options)
         theirs = by_diffusers(pair, 2)
