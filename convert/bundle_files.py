@@ -78,34 +78,26 @@ def component_config(
 
 def copy_rest(checkpoint: Checkpoint, out: Path, warn: list[str]) -> None:
     """Everything that is not a component: scheduler, tokenizers (as tokenizer.json), licences."""
+    from .tokenizer_files import write_tokenizer
+
     for file in (*checkpoint.loose_files, *published_root(checkpoint.path).iterdir()):
         if LICENCE_FILE.fullmatch(file.name) and file.is_file():
             shutil.copyfile(file, out / file.name)
     for name, folder in checkpoint.others.items():
         shutil.copytree(folder, out / name, ignore=shutil.ignore_patterns(".*", "__pycache__"))
-        if "tokenizer" in name and not (out / name / "tokenizer.json").is_file():
-            _fast_tokenizer(checkpoint, name, out / name, warn)
+        if "tokenizer" in name:
+            listed = checkpoint.index.get(name)
+            class_name = listed[1] if isinstance(listed, list) and len(listed) > 1 else ""
+            try:
+                write_tokenizer(folder, str(class_name), out / name)
+            except MlxconvError as error:
+                warn.append(f"{name}: `generate` cannot tokenize prompts with it: {error}")
     index = next(
         (f for n in ("model_index.json", "modular_model_index.json")
          if (f := checkpoint.path / n).is_file()), None,
     )  # fmt: skip
     if index is not None:
         shutil.copyfile(index, out / index.name)
-
-
-def _fast_tokenizer(checkpoint: Checkpoint, name: str, folder: Path, warn: list[str]) -> None:
-    """Write tokenizer.json where the checkpoint has only vocabulary files."""
-    import transformers
-
-    listed = checkpoint.index.get(name)
-    class_name = listed[1] if isinstance(listed, list) and len(listed) > 1 else "AutoTokenizer"
-    try:
-        cls = getattr(transformers, str(class_name))
-        tokenizer = cls.from_pretrained(str(folder), local_files_only=True)
-        tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
-    except Exception as error:  # transformers and tokenizers raise many kinds
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        warn.append(f"{name}: no tokenizer.json could be made ({class_name}: {first:.120})")
 
 
 def refuse_nested(name: str) -> None:

@@ -91,7 +91,9 @@ def transformers_config(cls: Any, path: Path) -> dict[str, Any]:
             "model_index.json or in config.json's architectures"
         )
     try:
-        config = cls.config_class.from_pretrained(path, local_files_only=True)
+        config = cls.config_class.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # transformers validates with many kinds of exception
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise MlxconvError(

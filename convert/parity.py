@@ -24,6 +24,7 @@ from .comparison import Row, make_row
 from .forwards import Case, compare_entries
 from .hub_source import Asked, opened, shown_name
 from .recipe import Recipe, bundle_recipe, load_recipe_file
+from .tokenizer_files import tokenizer_rows
 
 if TYPE_CHECKING:
     from .pictures import Compared, PipelineCase
@@ -156,6 +157,8 @@ def verify(
         ]
         own = "block" if page is not None else tier
         complete = [_verify_component(case, own, found, say) for case in cases]
+        if not components:
+            found.tiers += tokenizer_rows(made, checkpoint)
         if pipeline is not None and all(complete):
             tiers = [t for t in PIPELINE_TIERS if t == tier or page is not None]
             _verify_pipeline(pipeline, tier, tiers, found, say)

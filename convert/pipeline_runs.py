@@ -135,9 +135,10 @@ def load_pipeline(checkpoint: Checkpoint, dtypes: Mapping[str, str], variant: st
     """diffusers' pipeline on the CPU; a dtype a component, that of the others as "default"."""
     cls: Any = pipeline_class(checkpoint)
     try:
-        with _without_bars():
+        with _without_bars(), _without_remote_code():
             pipe = cls.from_pretrained(
-                str(checkpoint.path), local_files_only=True, variant=variant,
+                str(checkpoint.path), local_files_only=True, trust_remote_code=False,
+                variant=variant,
                 dtype={name: getattr(torch, dtype) for name, dtype in dtypes.items()},
             )  # fmt: skip
     except Exception as error:  # diffusers and transformers raise many kinds
@@ -146,6 +147,22 @@ def load_pipeline(checkpoint: Checkpoint, dtypes: Mapping[str, str], variant: st
         ) from error
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+@contextmanager
+def _without_remote_code() -> Iterator[None]:
+    """Refuse code that a checkpoint carries, where transformers would ask on the terminal.
+
+    A pipeline does not hand `trust_remote_code` on to its tokenizers; without a time to answer in,
+    transformers refuses (5.x, `dynamic_module_utils.resolve_trust_remote_code`).
+    """
+    import transformers.dynamic_module_utils as asking
+
+    before, asking.TIME_OUT_REMOTE_CODE = asking.TIME_OUT_REMOTE_CODE, 0
+    try:
+        yield
+    finally:
+        asking.TIME_OUT_REMOTE_CODE = before
 
 
 @contextmanager

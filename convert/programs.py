@@ -256,7 +256,10 @@ def module_parameters(
 
     if library == "transformers":
         with torch.device("meta"):
-            made = cls(cls.config_class.from_pretrained(path, local_files_only=True))  # type: ignore[attr-defined]
+            config_class = cls.config_class  # type: ignore[attr-defined]
+            made = cls(
+                config_class.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            )
     else:
         from .fake_module import build_module
 

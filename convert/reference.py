@@ -69,7 +69,9 @@ def load_reference(component: Component, dtype: torch.dtype, *, stream: bool = F
     cls: Any = component_class(component)
     if not hasattr(cls, "from_pretrained"):
         return Reference(_plain_module(cls, component).to(dtype), label)
-    options: dict[str, Any] = {"local_files_only": True, "variant": component.variant}
+    options: dict[str, Any] = {
+        "local_files_only": True, "trust_remote_code": False, "variant": component.variant,
+    }  # fmt: skip
     if hasattr(cls, "from_config"):
         options |= {"torch_dtype": dtype}
         options["use_safetensors"] = component.files[0].suffix == ".safetensors"

@@ -26,7 +26,7 @@ class TextTokenizer:
     def __init__(self, folder: Path, *, special: bool = True) -> None:
         from tokenizers import Tokenizer
 
-        self._special = special
+        self._special, self._folder = special, folder
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise MlxconvError(
@@ -44,8 +44,8 @@ class TextTokenizer:
         length = length or int(self._options.get("model_max_length", 77))
         whole = self._count(text)
         pad, token = self._pad
-        side = self._options.get("padding_side", "right")
-        self._tokenizer.enable_truncation(length)
+        side = self._options.get("padding_side") or "right"
+        self._truncate(length)
         self._tokenizer.enable_padding(direction=side, pad_id=pad, pad_token=token, length=length)
         try:
             encoded = self._tokenizer.encode(text, add_special_tokens=self._special)
@@ -59,11 +59,15 @@ class TextTokenizer:
         """As many tokens as the text has, or `length` where those are fewer."""
         whole = self._count(text)
         if length is not None:
-            self._tokenizer.enable_truncation(length)
+            self._truncate(length)
         encoded = self._tokenizer.encode(text, add_special_tokens=self._special)
         self._tokenizer.no_truncation()
         mask = mx.array([encoded.attention_mask])
         return Tokens(mx.array([encoded.ids]), mask, whole - len(encoded.ids))
+
+    def _truncate(self, length: int) -> None:
+        side = self._options.get("truncation_side") or "right"
+        self._tokenizer.enable_truncation(length, direction=side)
 
     def _count(self, text: str) -> int:
         """Tokens of the whole text; a file may come with a padding of its own."""
@@ -73,7 +77,13 @@ class TextTokenizer:
 
     @property
     def _pad(self) -> tuple[int, str]:
-        named = self._options.get("pad_token") or "<pad>"
-        token = str(named["content"] if isinstance(named, dict) else named)
-        found = self._tokenizer.token_to_id(token)
-        return (0 if found is None else found), token
+        named = self._options.get("pad_token")
+        token = named["content"] if isinstance(named, dict) else named
+        found = None if token is None else self._tokenizer.token_to_id(str(token))
+        if found is None:
+            raise MlxconvError(
+                f"{self._folder / 'tokenizer_config.json'}: pad_token is {token!r}, which is no "
+                "token of tokenizer.json, and this pipeline pads prompts; get both files from the "
+                "model's source again"
+            )
+        return found, str(token)

@@ -28,7 +28,9 @@ def by_diffusers(checkpoint: Path, captions: list[str], steps: int = STEPS) -> A
     import torch
     from diffusers import FluxPipeline
 
-    pipeline = FluxPipeline.from_pretrained(str(checkpoint), dtype=torch.float32)
+    pipeline = FluxPipeline.from_pretrained(
+        str(checkpoint), dtype=torch.float32, trust_remote_code=False
+    )
     pipeline.set_progress_bar_config(disable=True)
     seeds = [torch.Generator().manual_seed(i) for i in range(len(captions))]
     pictures: Array = pipeline(
