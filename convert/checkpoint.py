@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -160,6 +161,29 @@ def merged_config(component: Component) -> dict[str, Any]:
     return transformers_config(cls, component.path)
 
 
+def refuse_foreign_links(folder: Path, root: Path) -> None:
+    """MlxconvError for a symbolic link in `folder`, or beside it in `root`, that leaves `root`.
+
+    root: the folder that the checkpoint was published as. What a link points to would be copied
+    into the bundle, and published with it. The Hub's cache links its snapshots to its own blobs:
+    those are the repository's files.
+    """
+    home = root.resolve()
+    cache = next((above.parent for above in home.parents if above.name == "snapshots"), home)
+    inside = (home, cache / "blobs")
+    below = (Path(place, name) for place, folders, files in os.walk(folder)
+             for name in (*folders, *files))  # fmt: skip
+    for path in (*root.iterdir(), *below):
+        if not path.is_symlink():
+            continue
+        there = path.resolve()
+        if not any(there.is_relative_to(place) for place in inside):
+            raise MlxconvError(
+                f"{path}: is a symbolic link to {there}, outside of {root}, and would be copied "
+                "into the bundle; put the file itself there, or remove the link"
+            )
+
+
 def _folder(source: str | Path) -> Path:
     path = Path(source).expanduser()
     if path.is_dir():
@@ -185,7 +209,7 @@ def _refuse_bundle(path: Path) -> None:
 
 def _open_pipeline(path: Path, index_file: Path, variant: str | None) -> Checkpoint:
     index = read_json_object(index_file)
-    checkpoint = Checkpoint(path, _text(index.get("_class_name")), index, {}, {}, [])
+    checkpoint = Checkpoint(path, _text(index.get("_class_name"), index_file), index, {}, {}, [])
     for name, (library, class_name) in listed_components(index, index_file).items():
         folder = path / name
         if not folder.is_dir():
@@ -281,7 +305,7 @@ def _class_name(config: dict[str, Any], config_file: Path, listed: str | None) -
         return listed
     architectures = config.get("architectures")
     first = architectures[0] if isinstance(architectures, list) and architectures else None
-    name = _text(config.get("_class_name")) or _text(first)
+    name = _text(config.get("_class_name"), config_file) or _text(first, config_file)
     if name is None:
         raise MlxconvError(
             f"{config_file}: has neither _class_name (diffusers) nor architectures "
@@ -290,10 +314,15 @@ def _class_name(config: dict[str, Any], config_file: Path, listed: str | None) -
     return name
 
 
-def _text(value: Any) -> str | None:
+def _text(value: Any, where: Path) -> str | None:
     """Custom pipelines give [module, class]; only the class is of interest."""
     if isinstance(value, list) and value:
         value = value[-1]
+    if isinstance(value, str) and value and not value.isidentifier():
+        raise MlxconvError(
+            f"{where}: the class name {value[:80]!r} is not a Python identifier; get the file from "
+            "the model's source again"
+        )
     return value if isinstance(value, str) and value else None
 
 

@@ -30,10 +30,10 @@ from .bundle_files import (
     write_json,
 )
 from .bundle_folder import atomic_folder, check_target, settle
-from .checkpoint import Component
+from .checkpoint import Component, refuse_foreign_links
 from .hub_source import Asked, Download, opened
 from .jobs import Job, Options, Run, bundle_bytes, prepare
-from .publishing.source_card import read_source_card
+from .publishing.source_card import published_root, read_source_card
 from .recipe import RECIPE_FILE, load_recipe_file
 from .report import ComponentReport, ConvertReport, grouped_kept
 from .resume import fingerprint, unfinished_folder, unfinished_path
@@ -68,6 +68,9 @@ def convert(
         chosen.verify_checksums, progress,
     )  # fmt: skip
     with opened(source, asked) as found:
+        if found.download is None:
+            path = found.checkpoint.path
+            refuse_foreign_links(path, published_root(path))
         run = Run(found.checkpoint, chosen, recipe)
         if progress:
             run.say = lambda text: print(text, file=sys.stderr, flush=True)

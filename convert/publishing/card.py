@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import yaml
 
@@ -84,7 +86,7 @@ def _title(facts: CardFacts) -> str:
     lines = [
         f"# {facts.repo.partition('/')[2]}",
         "",
-        f"{_source_link(facts)}, a `{what}`, converted to "
+        f"{_source_link(facts)}, a {_code(what)}, converted to "
         f"[MLX](https://github.com/ml-explore/mlx) at {facts.precision} by mlxconv: "
         f"{_sizes(facts)}.{runs}",
     ]
@@ -97,7 +99,7 @@ def _title(facts: CardFacts) -> str:
 def _source_link(facts: CardFacts) -> str:
     url = facts.origin.url
     label = facts.origin.label
-    return f"[{label}](https://huggingface.co/{facts.origin.repo})" if url else f"`{label}`"
+    return f"[{_text(label)}](https://huggingface.co/{facts.origin.repo})" if url else _code(label)
 
 
 def _sizes(facts: CardFacts) -> str:
@@ -110,7 +112,7 @@ def _sizes(facts: CardFacts) -> str:
 
 
 def _caption(sample: Sample) -> str:
-    told = [f"“{sample.prompt}”" if sample.prompt else "Made with this conversion"]
+    told = [f"“{_text(sample.prompt)}”" if sample.prompt else "Made with this conversion"]
     told += [f"{sample.steps} steps"] if sample.steps else []
     told += [f"seed {sample.seed}"] if sample.seed is not None else []
     return ", ".join(told)
@@ -123,7 +125,7 @@ def _components(facts: CardFacts) -> str:
         stored = _stored(held) if part else f"{_stored(held)}, as in the source"
         runs = "yes" if part and part["program"] else "no"
         rows.append(
-            (f"`{name}`", f"`{held.class_name}`", human_count(held.parameters), stored,
+            (_code(name), _code(held.class_name), human_count(held.parameters), stored,
              f"{held.bits_per_weight:.2f}", human_bytes(held.bytes), runs)
         )  # fmt: skip
     total = sum(held.bytes for held in facts.held.values())
@@ -157,7 +159,7 @@ def _parity(facts: CardFacts) -> str:
     if measured.rows is None:
         return f"{head}\n\nNot measured: {measured.why}."
     rows = [
-        (f"`{row['component']}`", _compared(row), _error(row["rel_l2"]), _decibels(row),
+        (_code(str(row["component"])), _compared(row), _error(row["rel_l2"]), _decibels(row),
          "" if row["threshold"] is None else _error(row["threshold"]),
          "passed" if row["passed"] else "**failed**")
         for row in measured.rows
@@ -183,11 +185,11 @@ def _parity(facts: CardFacts) -> str:
 
 def _compared(row: Mapping[str, Any]) -> str:
     if row["tier"] == "weights":
-        return f"weights ({row['name']})"
-    name = str(row["name"])
+        return f"weights ({_text(str(row['name']))})"
+    name = _text(str(row["name"]))
     if name.endswith("(runtime)"):
         return f"{name.removesuffix('(runtime)').strip()}: MLX against the same weights in PyTorch"
-    told = f": {row['note']}" if row["note"] else ""
+    told = f": {_text(str(row['note']))}" if row["note"] else ""
     return f"{name}{told}"
 
 
@@ -206,12 +208,12 @@ def _precise(facts: CardFacts) -> str:
     lines = []
     for name, part in facts.manifest["components"].items():
         for group in part.get("kept") or []:
-            shown = ", ".join(f"`{m}`" for m in group["modules"][:4])
+            shown = ", ".join(_code(m) for m in group["modules"][:4])
             more = (
                 f" and {len(group['modules']) - 4} more kinds" if len(group["modules"]) > 4 else ""
             )
             kind = _precision(group["dtype"])
-            lines.append(f"- `{name}`, {kind}: {shown}{more}: {_reason(group['why'])}.")
+            lines.append(f"- {_code(name)}, {_text(kind)}: {shown}{more}: {_reason(group['why'])}.")
     floats = [
         f"`{name}`" for name, part in facts.manifest["components"].items()
         if not facts.held[name].quantized
@@ -231,16 +233,17 @@ def _precision(dtype: str) -> str:
 
 
 def _reason(why: str) -> str:
-    return next((told for start, told in _REASONS if why.startswith(start)), why)
+    return next((told for start, told in _REASONS if why.startswith(start)), _text(why))
 
 
 def _licence(facts: CardFacts) -> str:
     licence, origin = facts.licence, facts.origin
-    name = f"[{licence.label}]({licence.link})" if licence.link else f"`{licence.label}`"
+    label = licence.label
+    name = f"[{_text(label)}]({licence.link})" if licence.link else _code(label)
     said = f"as its source, {_source_link(facts)}, states" if licence.copied else (
         f"as the publisher states; the card of {_source_link(facts)} states none"
     )  # fmt: skip
-    texts = [f"[{file}]({file})" for file in licence.files]
+    texts = [f"[{_text(file)}]({quote(file)})" for file in licence.files]
     carried = f" The texts that came with it are here: {', '.join(texts)}." if texts else ""
     lines = [
         "## Licence",
@@ -258,13 +261,13 @@ def _provenance(facts: CardFacts) -> str:
     manifest = facts.manifest
     commit = facts.origin.commit
     at = f", commit [`{commit[:12]}`]({facts.origin.url})" if commit else ""
-    versions = ", ".join(f"{name} {found}" for name, found in manifest["versions"].items())
+    versions = _text(", ".join(f"{name} {v}" for name, v in manifest["versions"].items()))
     lines = [f"- Source: {_source_link(facts)}{at}", f"- Versions: {versions}"]
     if manifest.get("variant"):
-        lines.append(f"- Weight files: variant `{manifest['variant']}`")
+        lines.append(f"- Weight files: variant {_code(str(manifest['variant']))}")
     methods = sorted({p["method"] for p in manifest["components"].values() if p.get("method")})
     if methods:
-        lines.append(f"- Quantized by: `{', '.join(methods)}`")
+        lines.append(f"- Quantized by: {_code(', '.join(methods))}")
     text = "\n".join(lines)
     if manifest.get("command"):
         text += f"\n- Command:\n\n{code('sh', manifest['command'])}"
@@ -272,6 +275,17 @@ def _provenance(facts: CardFacts) -> str:
 
 
 # ---- Markdown ------------------------------------------------------------------------------------
+
+
+def _text(text: str) -> str:
+    """Somebody's words as plain text, on one line."""
+    plain = " ".join(html.escape(text, quote=False).split())
+    return re.sub(r"([\\`*_~\[\]|])", r"\\\1", plain)
+
+
+def _code(text: str) -> str:
+    """Somebody's words as inline code, on one line."""
+    return f"`{' '.join(text.replace('`', chr(39)).split())}`"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:

@@ -13,6 +13,7 @@ from mlxconv.runtime.bundle import Bundle
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.families import FAMILIES
 
+from ..bundle_files import refuse_nested
 from ..inspection import Held, inspect
 from .licence import Licence
 from .listing import PICTURE_FILE
@@ -88,6 +89,13 @@ def card_facts(
     picture = bundle.path / PICTURE_FILE
     sample = read_sample(picture) if picture.is_file() else None
     held = inspect(bundle.path, tensors=True).components
+    for name in bundle.manifest["components"]:
+        refuse_nested(name)
+    # What the card's code samples name: a bundle may come from anywhere.
+    for name in (bundle.manifest.get("pipeline"), *(each.class_name for each in held.values())):
+        if name is not None and not str(name).isidentifier():
+            raise MlxconvError(f"{bundle.path}: {str(name)[:80]!r} is not the name of a class; "
+                               "convert again")  # fmt: skip
     return CardFacts(repo, bundle, origin, licence, measured, sample, held)
 
 

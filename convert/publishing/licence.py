@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from mlxconv.runtime.errors import MlxconvError
 
@@ -125,14 +126,26 @@ def licence_of(
 
 
 def _absolute(link: str | None, origin: Origin, files: Sequence[str]) -> str | None:
-    """A link that holds in another repository; a file that goes along keeps its name."""
-    if link is None or re.match(r"[a-z][a-z0-9+.-]*:", link, re.IGNORECASE):
-        return link
+    """A link that holds in another repository; a file that goes along keeps its name.
+
+    Characters that would end a link in Markdown or HTML are percent-encoded.
+    """
+    if link is None:
+        return None
+    if re.match(r"https?://", link, re.IGNORECASE):
+        return _quoted(link)
+    if re.match(r"[a-z][a-z0-9+.-]*:|//", link, re.IGNORECASE):
+        raise MlxconvError(
+            f"license_link {link}: is neither an http(s) address nor a file's name; correct it in "
+            f"the card of {origin.label}, or in the card of a copy on this disk, and convert that"
+        )
     path = link.removeprefix("./").lstrip("/")
-    absolute = origin.file_url(path)
-    if absolute is not None:
-        return absolute
-    return path if path in files else None
+    return origin.file_url(_quoted(path)) or (_quoted(path) if path in files else None)
+
+
+def _quoted(link: str) -> str:
+    """Percent-encode what would end a link in Markdown or HTML."""
+    return quote(link, safe="%/:?#@!$&*+,;=~")
 
 
 def _check_other(

@@ -146,10 +146,11 @@ def _checked(root: Path, relative: str, token: str | None) -> LocalFile:
             f"{link}: is a symbolic link, and what it points to may not be yours to publish; copy "
             "what it points to into the bundle"
         )
-    digest = hashlib.sha256()
+    digest, secret, tail = hashlib.sha256(), (token or "").encode(), b""
     with path.open("rb") as file:
         while piece := file.read(_PIECE):
-            if token and path.suffix in _TEXT_SUFFIXES and token.encode() in piece:
+            if secret and secret in tail + piece:
                 raise MlxconvError(f"{path}: holds your Hub token; take it out, and make a new one")
             digest.update(piece)
+            tail = piece[-len(secret) :]  # a token may lie across two pieces
     return LocalFile(relative, path.stat().st_size, digest.hexdigest(), root)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections import Counter
 
@@ -61,9 +62,9 @@ def _inside_diffusers(facts: CardFacts) -> list[str]:
         "In diffusers, its modules replaced by these:",
         code("sh", "pip install 'mlxconv[convert]'"),
         code("python", f"import diffusers\nimport mlxconv\n\n"
-              f"pipe = diffusers.{facts.pipeline}.from_pretrained(\"{source}\"{at})\n"
+              f"pipe = diffusers.{facts.pipeline}.from_pretrained({json.dumps(source)}{at})\n"
               f"mlxconv.into_diffusers(pipe, \"{facts.repo}\")"),
-        "Call `pipe` as ever: what it calls runs in MLX now.",
+        "Call `pipe` as usual; its modules now run in MLX.",
     ]  # fmt: skip
 
 
@@ -110,11 +111,13 @@ def _dequantize(facts: CardFacts) -> list[str]:
     mode = "" if common.mode == "affine" else f', mode="{common.mode}"'
     return [
         "", f"# One matrix, dense again; `quantization` in {facts.main}/config.json has them all.",
-        f"parts = [weights[f\"{module}.{{part}}\"] for part in {tuple(parts)!r}]".replace("'", '"'),
+        f"parts = [weights[{json.dumps(module + '.')} + part] for part in {json.dumps(parts)}]",
         f"matrix = mx.dequantize(*parts, group_size={common.group_size}, bits={common.bits}{mode})",
     ]  # fmt: skip
 
 
 def code(language: str, text: str) -> str:
-    """A block of code in Markdown."""
-    return f"```{language}\n{text}\n```"
+    """A block of code in Markdown, its fence longer than any in the text."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text}\n{fence}"

@@ -21,6 +21,7 @@ COPIED_KEYS = ("license", "license_name", "license_link", "pipeline_tag", "langu
 _FRONT_MATTER = re.compile(r"\A\ufeff?\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
 _HUB_NAME = re.compile(r"(?:hf://)?(\w[\w.-]*/\w[\w.-]*)(?:@[^/]+)?(?:/.*)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_REPO = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _CACHED = re.compile(r"(?:^|/)models--([\w.-]+--[\w.-]+)/snapshots/([0-9a-f]{40})(?=/|$)")
 
 
@@ -119,5 +120,7 @@ def origin_of(source: str, revision: str | None = None, base_model: str | None =
     if commit and named is not None:
         return Origin(named[1], named[1], commit)
     if base_model is not None:
+        if not _REPO.fullmatch(base_model):
+            raise MlxconvError(f"--base-model {base_model}: expected NAMESPACE/NAME")
         return Origin(base_model, base_model, commit)
     return Origin(Path(source).name or source)
