@@ -49,6 +49,13 @@ def _emit(as_json: bool, data: dict[str, Any], text: str, note: str = "") -> Non
         say(note)
 
 
+def _command_line() -> str:
+    """This command as it may be published: without tokens and the home folder's path."""
+    from .convert.publishing.redaction import without_home, without_token
+
+    return without_home(without_token(shlex.join(["mlxconv", *sys.argv[1:]])))
+
+
 def _common(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options that every command has."""
     for option in (
@@ -184,10 +191,8 @@ def convert(
         raise click.UsageError(f"--{option} is about publishing: give --upload-repo too")
     if verify_after and options["low_disk"]:
         raise click.UsageError("--low-disk drops the weights that --verify compares with")
-    from .convert.publishing.redaction import without_home, without_token
-
-    command = without_home(without_token(shlex.join(["mlxconv", *sys.argv[1:]])))
-    options |= {"set": settings, "progress": not as_json or verbose, "command": command}
+    progress = not as_json or verbose
+    options |= {"set": settings, "progress": progress, "command": _command_line()}
     if upload_repo is not None:
         from .convert.publishing.one_command import convert_and_publish
 
@@ -261,8 +266,7 @@ def verify(
     from .convert.parity import verify as run
 
     told = say if verbose else lambda text: None
-    command = shlex.join(["mlxconv", *sys.argv[1:]])
-    report = run(bundle, against, dims=dict(dims), command=command, say=told, **options)
+    report = run(bundle, against, dims=dict(dims), command=_command_line(), say=told, **options)
     _emit(as_json, report.as_json(), report.as_text())
     if not report.passed:
         raise SystemExit(1)

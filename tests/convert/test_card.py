@@ -231,6 +231,35 @@ def test_the_command_is_told_without_tokens_and_home(ready: Path) -> None:
     assert COMMIT[:12] in card
 
 
+def test_a_sources_words_cannot_write_the_card(ready: Path) -> None:
+    """Its licence's name, prompts, reasons and settings are text, whatever is in them."""
+    sample_picture(ready / PICTURE_FILE, prompt="](https://evil.org)\n```\n<script>", steps=4)
+    facts = facts_of(ready)
+    licence = replace(
+        facts.licence, id="other", name="[Free](https://evil.org)\n# Free <b>", link="https://e.org"
+    )
+    facts.manifest["variant"] = "fp16`\n# Evil"
+    facts.manifest["command"] = "mlxconv convert 'a\n```\n# Evil'"
+    card = make_card(replace(facts, licence=licence))
+    body = card.split("---\n", 2)[2]
+    outside = re.sub(r"(?ms)^(`{3,})\w*$.*?^\1$", "", body)
+    assert "](https://evil.org)" not in outside.replace("\\](", "")
+    assert "<script>" not in outside and "<b>" not in outside
+    assert not re.search(r"^# (Free|Evil)", outside, re.MULTILINE)
+
+
+@pytest.mark.parametrize("part", ["pipeline", "class"])
+def test_a_class_that_is_no_identifier_is_not_published(part: str, ready: Path) -> None:
+    """It would become code in the card's samples."""
+    name = "FluxPipeline.from_pretrained(x); import os #"
+    file = ready / ("mlxconv.json" if part == "pipeline" else "transformer/config.json")
+    data = json.loads(file.read_text(encoding="utf-8"))
+    data["pipeline" if part == "pipeline" else "_class_name"] = name
+    file.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(MlxconvError, match="is not the name of a class; convert again"):
+        facts_of(ready)
+
+
 def test_a_picture_is_shown_with_how_it_was_made(ready: Path) -> None:
     sample_picture(ready / PICTURE_FILE, prompt="a fox", steps=4, seed=7)
     card = make_card(facts_of(ready))

@@ -563,6 +563,7 @@ def test_a_component_name_is_a_folder_name(pipeline: Path, name: str) -> None:
         ("[1]", "holds a JSON list, expected an object"),
         ('{"a": 1}', "has neither _class_name .* nor architectures"),
         ('{"_class_name": 3}', "has neither _class_name"),
+        ('{"_class_name": "A(b); import os"}', "is not a Python identifier"),
     ],
 )
 def test_a_bad_config(single: Path, text: str, message: str) -> None:

@@ -109,6 +109,9 @@ def test_the_same_licence_may_be_repeated() -> None:
         ("LICENSE.md", HUB, f"https://huggingface.co/acme/art/blob/{COMMIT}/LICENSE.md"),
         ("./legal/L.txt", HUB, f"https://huggingface.co/acme/art/blob/{COMMIT}/legal/L.txt"),
         ("https://example.org/l", HUB, "https://example.org/l"),
+        ("https://e.org/a_(b) <i>", HUB, "https://e.org/a_%28b%29%20%3Ci%3E"),
+        ("L) [x](evil.md", HUB,
+         f"https://huggingface.co/acme/art/blob/{COMMIT}/L%29%20%5Bx%5D%28evil.md"),
         ("LICENSE.md", LOCAL, "LICENSE.md"),  # it lies beside the card
         ("missing.md", LOCAL, None),
     ],
@@ -119,6 +122,12 @@ def test_links_hold_in_another_repository(
     (tmp_path / "LICENSE.md").write_text("text")
     facts = {"license": "mit", "license_link": link}
     assert licence_of(facts, origin, Given(), tmp_path).link == absolute
+
+
+@pytest.mark.parametrize("link", ["javascript:alert(1)", "data:text/html,x", "//evil.org/l"])
+def test_links_are_http_or_files(link: str) -> None:
+    with pytest.raises(MlxconvError, match="neither an http\\(s\\) address nor a file's name"):
+        licence_of({"license": "mit", "license_link": link}, HUB, Given(), None)
 
 
 def test_a_licence_without_an_id_needs_a_name() -> None:

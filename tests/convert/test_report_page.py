@@ -252,16 +252,20 @@ def test_names_under_a_plot_do_not_overlap() -> None:
 
 
 def test_the_command_writes_a_page_with_blocks(
-    flux_bundle: Bundles, flux_checkpoint: Path, tmp_path: Path
+    flux_bundle: Bundles, flux_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "report.html"
     command = ["verify", str(flux_bundle("4bit")), "--against", str(flux_checkpoint), "--json"]
+    secret = f"hf_{'a1' * 17}"
+    monkeypatch.setattr("sys.argv", ["mlxconv", "verify", f"{Path.home()}/art", "--x", secret])
     found = CliRunner().invoke(cli, [*command, "--report", str(out)])
     assert found.exit_code == 0, found.exception
     data = json.loads(found.stdout)
     assert [r["name"] for r in data["tiers"] if r["tier"] == "block"]
     assert "holds no pipeline" in data["notes"][0]
-    shown = Page(out.read_text(encoding="utf-8"))
+    text = out.read_text(encoding="utf-8")
+    assert secret not in text and "mlxconv verify ~/art --x" in text
+    shown = Page(text)
     assert {a["aria-label"] for a in shown.all("svg", role="img")} == {"rel_l2, transformer"}
     assert list(tmp_path.iterdir()) == [out]
 

@@ -193,9 +193,20 @@ def _write_token(bundle: Path) -> None:
     (bundle / "scheduler" / "notes.txt").write_text(f"login {TOKEN}")
 
 
+def _write_token_in_yaml(bundle: Path) -> None:
+    (bundle / "scheduler" / "settings.yaml").write_text(f"token: {TOKEN}")
+
+
+def _write_token_across_pieces(bundle: Path) -> None:
+    before = "x" * ((4 << 20) - len(TOKEN) // 2)
+    (bundle / "scheduler" / "notes.txt").write_text(before + TOKEN)
+
+
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
+        (_write_token_in_yaml, "settings.yaml: holds your Hub token"),
+        (_write_token_across_pieces, "notes.txt: holds your Hub token"),
         (_cut_shard, r"model-00002-of-00002\.safetensors: expected"),
         (_flip_bit, "its bytes are not those written"),
         (_lose_shard, r"model-00001-of-00002\.safetensors: cannot be read back"),
