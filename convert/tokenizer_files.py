@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
+
 from mlxconv.runtime.bundle import Bundle, read_json
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.text import TextTokenizer
@@ -88,16 +91,22 @@ def difference(ours: TextTokenizer, theirs: Any) -> str:
     """The first of `PROMPTS` that the two tokenize differently, and how; "" where none is."""
     cut = {"padding": "max_length", "max_length": _LENGTH, "truncation": True}
     for text in PROMPTS:
-        pairs = [(ours.unpadded(text).ids.tolist()[0], theirs(text).input_ids)]
+        pairs = [(_row(ours.unpadded(text).ids), theirs(text).input_ids)]
         if theirs.pad_token is not None:
             padded, expected = ours.padded(text, _LENGTH), theirs(text, **cut)
-            pairs += [(padded.ids.tolist()[0], expected.input_ids),
-                      (padded.mask.tolist()[0], expected.attention_mask)]  # fmt: skip
+            pairs += [(_row(padded.ids), expected.input_ids),
+                      (_row(padded.mask), expected.attention_mask)]  # fmt: skip
         for found, wanted in pairs:
-            if list(found) != list(wanted):
-                return (f"the prompt {text[:40]!r} becomes the tokens {list(found)[:8]}..., by "
+            if found != list(wanted):
+                return (f"the prompt {text[:40]!r} becomes the tokens {found[:8]}..., by "
                         f"transformers {list(wanted)[:8]}...")  # fmt: skip
     return ""
+
+
+def _row(values: mx.array) -> list[Any]:
+    """The only row of an array (1, n)."""
+    row: list[Any] = np.array(values)[0].tolist()
+    return row
 
 
 def tokenizer_rows(bundle: Bundle, checkpoint: Checkpoint) -> list[Row]:

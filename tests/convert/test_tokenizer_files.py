@@ -213,9 +213,16 @@ def test_a_tokenizers_code_is_not_run(trapped: Path, tmp_path: Path) -> None:
 
 
 def test_a_pipelines_code_is_not_run(trapped: Path, tmp_path: Path) -> None:
+    """A processor loads its tokenizer by an Auto class, without handing on who trusts what."""
+    from transformers import CLIPImageProcessor
+
     from mlxconv.convert.checkpoint import open_checkpoint
     from mlxconv.convert.pipeline_runs import load_pipeline
 
+    CLIPImageProcessor().save_pretrained(str(trapped / "tokenizer"))
+    index = read_json(trapped / "model_index.json")
+    index["tokenizer"] = ["transformers", "CLIPProcessor"]
+    _write(trapped / "model_index.json", index)
     with pytest.raises(MlxconvError, match="cannot load the pipeline"):
         load_pipeline(open_checkpoint(trapped), {"default": "float32"}, None)
     assert not (tmp_path / "mark").exists()
