@@ -31,12 +31,21 @@ _observers: list[Observer] = []
 
 @contextlib.contextmanager
 def observed(by: Observer) -> Iterator[None]:
-    """While it lasts, `by(node, block path, arguments, result)` sees each node that is applied."""
+    """While it lasts, `by(node, block path, arguments, result)` sees each node that is applied.
+
+    Nothing is compiled meanwhile: compiled functions apply their nodes only when they are traced.
+    """
     _observers.append(by)
     try:
         yield
     finally:
         _observers.remove(by)
+
+
+def observe(node: Node, prefix: str, args: Mapping[str, Any], results: Any) -> None:
+    """Show a node that was applied to whoever observes."""
+    for by in _observers:
+        by(node, prefix, args, results)
 
 
 @dataclass(slots=True)
@@ -194,7 +203,7 @@ class Executor:
 
         `found` gets the values at the module paths of `taps`, which are never compiled.
         """
-        if self.compile == "program" and not taps:
+        if self.compile == "program" and not taps and not _observers:
             return self._run_compiled(entry, dict(values))
         return self._run(entry, dict(values), self._weight, "", taps, found)
 
@@ -290,8 +299,7 @@ class Executor:
         if len(step.node.out) != (len(results) if isinstance(results, list) else 1):
             raise MlxconvError(f"{self.program.class_name}: node {node.op} at {node.module} names "
                                f"{len(node.out)} results; convert the component again")  # fmt: skip
-        for observe in _observers:
-            observe(node, prefix, args, results)
+        observe(node, prefix, args, results)
         if len(node.out) == 1:
             values[node.out[0]] = results if not isinstance(results, list) else results[0]
         else:
@@ -364,7 +372,7 @@ class Executor:
         weight = under(weight, args["prefix"])
         inputs = list(args["inputs"])
         inner = [t for t in taps if t.startswith(f"{path}.")]
-        if self.compile == "block" and not prefix and not inner:
+        if self.compile == "block" and not (prefix or inner or _observers):
             outputs = self._call_compiled(args["block"], block, inputs, path, weight)
         else:
             values = dict(zip(block.inputs, inputs, strict=True))

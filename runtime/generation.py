@@ -97,7 +97,7 @@ class _Bars:
 
 def generate(
     bundle: str, prompt: str, out: Path, *, dtype: str | None = None, vae_dtype: str | None = None,
-    preview: Path | None = None, warmup: bool = False, **options: Any,
+    preview: Path | None = None, warmup: bool = False, compile: str = "program", **options: Any,
 ) -> GenerateReport:  # fmt: skip
     """Make pictures and write them; `options` are those of `Pipeline.__call__`.
 
@@ -108,12 +108,11 @@ def generate(
         if not file.parent.is_dir():
             raise MlxconvError(f"{file}: no folder {file.parent}; make it first")
     began = time.perf_counter()
-    pipeline = load(bundle, dtype=dtype, vae_dtype=vae_dtype, keep=warmup)
+    pipeline = load(bundle, dtype=dtype, vae_dtype=vae_dtype, keep=warmup, compile=compile)
     seconds = {"load": time.perf_counter() - began}
     with closing(_Bars()) as bars:
         if warmup:
-            once = {**options, "count": 1, "steps": 1, "sigmas": None, "timesteps": None}
-            pipeline(prompt, listener=bars, **once)
+            pipeline.warmup(prompt, listener=bars, **options)
             seconds["warmup"] = time.perf_counter() - began - seconds["load"]
         shown = None if preview is None else partial(_preview, preview, prompt)
         made = pipeline(prompt, listener=bars, preview=shown, **options)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from .errors import MlxconvError
+from .finite import explained
 from .program import Entry
 from .staging import Prepared, Staged
 
@@ -102,6 +103,7 @@ class Guided:
     schedule: as `Staged.prepare` takes it, for one batch. `latents`: the keyword of the latents,
     or what makes the step's keywords of them. `batched`: both predictions in one call, twice the
     batch; one after the other takes less memory. None: batched where the inputs' shapes allow it.
+    `prediction`: (output, latents) to what the scheduler takes, of the latents' shape.
     """
 
     def __init__(
@@ -114,9 +116,12 @@ class Guided:
         *,
         latents: str | Callable[[mx.array], Inputs] = "hidden_states",
         batched: bool | None = None,
+        prediction: Callable[[mx.array, mx.array], mx.array] = lambda output, latents: output,
     ) -> None:
         self._inputs = latents if callable(latents) else lambda x: {str(latents): x}
-        rows = {k: mx.array(v) for k, v in schedule.items()}
+        self._prediction, self._staged = prediction, staged
+        self._prompts = [positive] if negative is None else [positive, negative]
+        self._rows = rows = {k: mx.array(v) for k, v in schedule.items()}
         steps = min((len(v) for v in rows.values()), default=1)
         self.guidance = guidance or Guidance()
         self._active = [negative is not None and on for on in self.guidance.active(steps)]
@@ -141,6 +146,19 @@ class Guided:
 
     def __call__(self, step: int, latents: mx.array) -> mx.array:
         """The prediction (batch, ...) at a step, lazily; float32 where it is guided."""
+        return self._prediction(self._guided(step, latents), latents)
+
+    def fault_at(self, step: int, latents: mx.array) -> str:
+        """Where a prediction that is not finite went wrong, and what to do: see `denoise`."""
+        row, given = {k: v[step] for k, v in self._rows.items()}, self._inputs(latents)
+
+        def again() -> None:
+            for prompt in self._prompts[: 1 + self._active[step]]:
+                self._staged.unstaged({**prompt, **row, **given})
+
+        return explained(again, self._staged.component.dtype)
+
+    def _guided(self, step: int, latents: mx.array) -> mx.array:
         if not self._active[step]:
             assert self._positive is not None
             return _first(self._positive(step, **self._inputs(latents)))

@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from PIL import Image
 
-from .denoise import Callback, Progress
+from .denoise import Callback, LoopSettings, Progress
 from .errors import MlxconvError
 from .families.family import Inputs
 from .phases import Listener
@@ -28,6 +28,7 @@ DIFFUSERS_NAMES = {
     "num_inference_steps": "steps",
     "true_cfg_scale": "cfg",
 }
+_LOOP = LoopSettings()
 _RANDOM_SEEDS = 2**32  # torch uses 32 bits of a seed
 
 
@@ -58,6 +59,7 @@ class Options:
     embeddings: Inputs | None = None
     negative_embeddings: Inputs | None = None
     conditioning: Mapping[str, Sequence[int]] | None = None
+    loop: LoopSettings = _LOOP
 
     @property
     def prompts(self) -> list[str]:

@@ -14,11 +14,13 @@ from PIL import Image
 
 from .bundle import open_bundle, read_json
 from .decoders import LinearDecoder, TinyDecoder, find_decoder, standing_in
-from .denoise import Callback, Noise, Progress, denoise
+from .denoise import Callback, LoopSettings, Noise, Progress, denoise
 from .errors import MlxconvError
+from .executor import COMPILE_MODES
 from .families import family_of
 from .families.embeddings import embedded
 from .families.family import Defaults, Family, Inputs, Parts, Request
+from .finite import check_finite
 from .guidance import Guided
 from .noise import Generator
 from .options import DIFFUSERS_NAMES, Options, takes
@@ -27,6 +29,7 @@ from .schedulers import Schedule, Scheduler, with_class
 from .staging import Staged
 from .tiling import in_strips, work_of
 
+COMPILE = (*COMPILE_MODES, "all")
 _CFG = 4.0  # with a negative prompt, where none is asked for
 
 
@@ -88,20 +91,31 @@ class Pipeline:
 
     def __init__(
         self, bundle: str | Path, *, dtype: str | None = None, vae_dtype: str | None = None,
-        keep: bool = False,
+        keep: bool = False, compile: str = "program",
     ) -> None:  # fmt: skip
+        if compile not in COMPILE:
+            raise MlxconvError(f"compile={compile!r}: choose one of {', '.join(COMPILE)}")
         opened = open_bundle(bundle)
         index = opened.path / "model_index.json"
         name = str(read_json(index).get("_class_name", "")) if index.is_file() else ""
         self.family = family_of(name, str(opened.path))
         opened.need([*self.family.encoders, self.family.denoiser, "vae"])
-        self.parts, self.keep = Parts(opened, dtype, vae_dtype), keep
+        whole = "program" if compile == "all" else "off"
+        self.parts, self.keep = Parts(opened, dtype, vae_dtype, whole), keep
+        self.compile = "program" if compile == "all" else compile
         self._staged: Staged | None = None
 
     @property
     def defaults(self) -> Defaults:
         """What a request is without being asked."""
         return self.family.defaults(self.parts)
+
+    def warmup(self, prompt: str = "", **options: Any) -> None:
+        """Compile and read what pictures with these options need, by the first step of one.
+
+        Text encoders are read again for the next prompt unless the pipeline keeps them.
+        """
+        self(prompt, **{**options, "count": 1, "callback": lambda progress: False})
 
     @takes(Options, DIFFUSERS_NAMES)
     def __call__(self, options: Options) -> Pictures:
@@ -124,7 +138,8 @@ class Pipeline:
         a linear map, in at most a fifth of the time. embeddings, negative_embeddings: instead of
         prompts, arrays by the names of `pipeline.family.embeddings`. conditioning: SDXL's
         `original_size`, `target_size` and `crops_coords_top_left`, as in diffusers. callback: after
-        each step. listener: called with each phase and how far it is.
+        each step. listener: called with each phase and how far it is. loop: when steps are
+        evaluated, and whether embeddings, latents and pixels are checked for NaN and infinity.
         """
         return self.run(self.plan(options))
 
@@ -158,7 +173,7 @@ class Pipeline:
         scheduler = self.parts.scheduler
         if options.scheduler is not None:
             scheduler = with_class(scheduler, options.scheduler)
-        return Plan(requests, scheduler, decoder, work_of(options.tile), options, notes)
+        return Plan(requests, scheduler, decoder, self._work(options.tile), options, notes)
 
     def run(self, plan: Plan) -> Pictures:
         """Make what was planned: encode all prompts, then denoise and decode picture by picture."""
@@ -177,11 +192,13 @@ class Pipeline:
             noises: list[Noise] = [
                 partial(_again, generator, starts[0].shape) for generator in generators
             ]
-            ends += self._denoise(models, starts, schedule, noises, told, clock, later)
+            loop = plan.options.loop
+            ends += self._denoise(models, starts, schedule, noises, told, clock, later, loop)
         first = clock.seconds["first_step"]
         clock.seconds["steps"] -= first + clock.seconds.get("preview", 0.0)
         clock.seconds["step_median"] = median(later or [first])
         with clock.phase("decode", len(ends)) as ended:
+            mx.clear_cache()  # of the steps' buffers, which a decoder cannot use
             made.pixels = self._decode(ends, made, plan, ended)
         made.images = [_image(pixels) for pixels in made.pixels]
         made.seconds = {**clock.seconds, "total": clock.wall}
@@ -190,6 +207,17 @@ class Pipeline:
         return made
 
     # ---- the phases ----
+
+    def _work(self, tile: str | int) -> int:
+        """Bytes that a strip may need. What is compiled is decoded whole: strips are not."""
+        if self.parts.compile == "off":
+            return work_of(tile)
+        if tile not in ("auto", "off"):
+            raise MlxconvError(
+                f"tile={tile}: a compiled VAE decodes whole pictures; leave --tile out, or compile "
+                "the denoiser alone (--compile program)"
+            )
+        return 0
 
     def _scale(self, against: bool, guidance: float, cfg: float | None) -> tuple[float, bool]:
         """The scale away from the negative prompt, and whether that is read."""
@@ -213,12 +241,18 @@ class Pipeline:
                 for inputs in embedded(self.family, self.parts, requests[0], options.embeddings,
                                        options.negative_embeddings):  # fmt: skip
                     mx.eval(list(inputs.values()))
+                    if options.loop.check:
+                        self._check_embeddings(inputs, requests[0])
                     found[-1].append(inputs)
                     ended()
         if not self.keep:
             for name in self.family.encoders:
                 self.parts.release(name)
         return found
+
+    def _check_embeddings(self, made: Inputs, request: Request) -> None:
+        names = {f"the prompt's embeddings, {name}": value for name, value in made.items()}
+        check_finite(names, partial(self.family.encode, self.parts, request.prompt, request))
 
     def _start(
         self, requests: list[Request], prompt: Inputs, scheduler: Scheduler,
@@ -235,7 +269,8 @@ class Pipeline:
         schedule: Schedule, plan: Plan, made: Pictures,
     ) -> Guided:  # fmt: skip
         if self._staged is None:
-            self._staged = Staged(self.parts.component(self.family.denoiser))
+            component = self.parts.component(self.family.denoiser)
+            self._staged = Staged(component, compile=self.compile)
         staged, family = self._staged, self.family
         given = [
             {**family.latents(latents), **family.inputs(self.parts, request, prompt)}
@@ -245,18 +280,16 @@ class Pipeline:
         negative = given[1] if len(given) > 1 else None
         times, sizes = family.times(self.parts, schedule), staged.weight_bytes()
         made.weight_bytes = {"prepare": sizes["all"], "loop": sizes["step"]}
-        return Guided(staged, given[0], times, negative, guidance, latents=family.latents)
+        return Guided(staged, given[0], times, negative, guidance, latents=family.latents,
+                      prediction=family.prediction)  # fmt: skip
 
     def _denoise(
         self, model: Guided, starts: list[mx.array], schedule: Schedule, noises: list[Noise],
-        callback: Callback | None, clock: Phases, later: list[float],
+        callback: Callback | None, clock: Phases, later: list[float], loop: LoopSettings,
     ) -> list[mx.array]:  # fmt: skip
         """The latents (1, ...) at the end, one picture after the other; `later`: seconds of each
         step but the first."""
         last = time.perf_counter()
-
-        def predicted(step: int, x: mx.array) -> mx.array:
-            return self.family.prediction(model(step, x), x)
 
         with clock.phase("steps", schedule.calls * len(starts)) as ended:
 
@@ -273,7 +306,7 @@ class Pipeline:
                 last = time.perf_counter()
                 return go_on
 
-            return [denoise(predicted, x, schedule, noise=noise, callback=told)
+            return [denoise(model, x, schedule, noise=noise, callback=told, settings=loop)
                     for x, noise in zip(starts, noises, strict=True)]  # fmt: skip
 
     def _previewing(self, plan: Plan, request: Request, clock: Phases) -> Callback | None:
@@ -305,11 +338,16 @@ class Pipeline:
         component = decoder.component if decoder else self.parts.component("vae")
         with standing_in(self.parts, decoder), in_strips(component, plan.work) as strips:
             for each in latents:
-                decoded.append(np.array(self.family.decode(self.parts, each, request)))
+                found = partial(self.family.decode, self.parts, each, request)
+                pixels = found()
+                if plan.options.loop.check:
+                    mx.eval(pixels)
+                    check_finite({"the decoded picture": pixels}, found, component.dtype)
+                decoded.append(np.array(pixels))
                 ended()
-        found = decoded[0].shape[1:3]
-        if found != (request.height, request.width):
-            raise MlxconvError(f"{component.path}: decodes to {found[1]}x{found[0]} where "
+        size = decoded[0].shape[1:3]
+        if size != (request.height, request.width):
+            raise MlxconvError(f"{component.path}: decodes to {size[1]}x{size[0]} where "
                                f"{request.width}x{request.height} was asked for; give a decoder "
                                "of the same scale as the VAE")  # fmt: skip
         if strips is not None and strips.most > 1:
@@ -320,20 +358,22 @@ class Pipeline:
 
 def load(
     bundle: str | Path, *, dtype: str | None = None, vae_dtype: str | None = None,
-    keep: bool = False,
+    keep: bool = False, compile: str = "program",
 ) -> Pipeline:  # fmt: skip
     """The pipeline of a bundle: `load("flux-4bit")("a cat").images[0]`.
 
     dtype: precision of the activations, see `load_component`. vae_dtype: of the VAE's; by default
     float32 where the others are bfloat16, see `Parts.precise_enough`. keep: hold text encoders in
-    memory between prompts. MlxconvError when the bundle's pipeline has no native family.
+    memory between prompts. compile: the denoiser's step as a whole (`program`), by blocks (`block`)
+    or not at all (`off`); `all` compiles text encoders and the VAE too, which then decodes whole
+    pictures. MlxconvError when the bundle's pipeline has no native family.
     """
-    return Pipeline(bundle, dtype=dtype, vae_dtype=vae_dtype, keep=keep)
+    return Pipeline(bundle, dtype=dtype, vae_dtype=vae_dtype, keep=keep, compile=compile)
 
 
 def _image(pixels: np.ndarray[Any, Any]) -> Image.Image:
     """Pixels (height, width, 3) in 0 to 1."""
-    return Image.fromarray(np.round(pixels * 255).astype(np.uint8))
+    return Image.fromarray(np.round(np.nan_to_num(pixels) * 255).astype(np.uint8))
 
 
 def _again(generator: Generator, shape: tuple[int, ...], call: int) -> mx.array:

@@ -64,6 +64,12 @@ class Staged:
         entry, values = self.component.executor.bind(self.name, inputs)
         return Begun(self._of(entry), values)
 
+    def unstaged(self, inputs: Mapping[str, Any]) -> Any:
+        """The entry as a whole, uncompiled, one block's weights in memory at a time."""
+        executor = self.component.executor
+        weights = executor.weights.again(resident=False)
+        return Executor(executor.program, weights, stream=True)(self.name, **inputs)
+
     def entry_for(self, inputs: Mapping[str, Any]) -> Entry:
         """The component's entry that takes inputs of these sizes."""
         return self.component.executor.bind(self.name, inputs)[0]

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from .bundle import LoadedComponent
 from .errors import MlxconvError
-from .executor import Executor, Lookup, evaluator, under
+from .executor import Executor, Lookup, evaluator, observe, under
 from .oplib.products import attention
 from .program import Body
 from .strips import RULES, Strips, cut, evaluate, evenly, flat, whole
@@ -49,6 +49,7 @@ class StripExecutor(Executor):
                 made = self._called(args, weight, prefix)
             else:
                 made = self._applied(step, args, prefix)
+                observe(step.node, prefix, args, made)
                 settled = made if step.node.op == "conv" else None
                 del args
             several = isinstance(made, (list, tuple))

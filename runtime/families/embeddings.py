@@ -8,6 +8,7 @@ import numpy as np
 
 from ..errors import MlxconvError
 from ..expressions import evaluate, names_in
+from ..finite import is_finite
 from .family import Family, Inputs, Parts, Request
 
 
@@ -67,6 +68,8 @@ def _checked(family: Family, parts: Parts, given: Inputs, keyword: str) -> dict[
         )
         if not fits:
             raise MlxconvError(f"{keyword}[{name!r}] has shape {found}, expected {told(expected)}")
+        if not is_finite(arrays[name]).item():
+            raise MlxconvError(f"{keyword}[{name!r}] has NaN or infinity; pass finite numbers")
     return arrays
 
 

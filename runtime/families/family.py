@@ -59,9 +59,11 @@ class Parts:
     """A bundle's components, tokenizers and scheduler, each opened when it is asked for."""
 
     def __init__(
-        self, bundle: Bundle, dtype: str | None = None, vae_dtype: str | None = None
-    ) -> None:
+        self, bundle: Bundle, dtype: str | None = None, vae_dtype: str | None = None,
+        compile: str = "off",
+    ) -> None:  # fmt: skip
         self.bundle, self.dtype, self.vae_dtype = bundle, dtype, vae_dtype
+        self.compile = compile  # of whatever is called through here: text encoders and the VAE
         self.notes: list[str] = []  # what a user should know of the last prompt
         self.instead: dict[str, Any] = {}  # what stands in for a component: see `decoders`
         self._loaded: dict[str, LoadedComponent] = {}
@@ -75,7 +77,10 @@ class Parts:
         if name in self.instead:
             return self.instead[name]  # type: ignore[no-any-return]
         if name not in self._loaded:
-            self._loaded[name] = load_component(self.bundle.path, name, dtype=self._dtype(name))
+            dtype = self._dtype(name)
+            self._loaded[name] = load_component(
+                self.bundle.path, name, dtype=dtype, compile=self.compile
+            )
         return self._loaded[name]
 
     def _dtype(self, name: str) -> str | None:

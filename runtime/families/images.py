@@ -17,8 +17,12 @@ def vae_scale(config: Mapping[str, Any]) -> int:
 
 
 def pixels(decoded: mx.array) -> mx.array:
-    """A decoder's output (n, 3, height, width) in -1 to 1 -> (n, height, width, 3) in 0 to 1."""
-    values = mx.clip(decoded.astype(mx.float32) / 2 + 0.5, 0, 1)
+    """A decoder's output (n, 3, height, width) in -1 to 1 -> (n, height, width, 3) in 0 to 1.
+
+    What is infinite becomes NaN: clipped it would pass for white.
+    """
+    given = decoded.astype(mx.float32)
+    values = mx.clip(given / 2 + 0.5, 0, 1) + 0 * given
     return values.transpose(0, 2, 3, 1)
 
 

@@ -6,6 +6,7 @@ those of that run, the seconds are scaled to an uncompiled step that computes it
 """
 
 import json
+import math
 import statistics
 import sys
 import time
@@ -18,9 +19,10 @@ from typing import Any
 import mlx.core as mx
 
 from ..bundle import LoadedComponent, is_bundle, load_component, open_bundle
-from ..denoise import denoise
+from ..denoise import LoopSettings, denoise
 from ..errors import MlxconvError
 from ..executor import observed
+from ..finite import HALF_MAX, floats, largest_of
 from ..phases import Phases, phase_table, told_bytes
 from ..program import Node
 from ..schedulers import make_schedule, scheduler_of
@@ -102,7 +104,8 @@ def _steps(settings: Settings, clock: Phases) -> tuple[list[float], dict[str, in
 
     with clock.phase("step"):
         schedule = make_schedule(scheduler_of(EULER), settings.steps)
-        denoise(model, latents, schedule, callback=lambda p: ends.append(p.seconds))
+        denoise(model, latents, schedule, callback=lambda p: ends.append(p.seconds),
+                settings=LoopSettings(check=False))  # fmt: skip
     sizes = staged.weight_bytes()
     held = {"prepare": sizes["all"], "loop": sizes["step"]}
     return [b - a for a, b in zip([0.0, *ends], ends)], held
@@ -183,6 +186,30 @@ class Spent:
 
 
 @dataclass
+class Maxima:
+    """The largest magnitude of each block's values (None: not finite), and the node it is of."""
+
+    blocks: list[str]
+    found: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def see(self, node: Node, path: str, args: Mapping[str, Any], result: Any) -> None:
+        """Values in the compute precision alone: others do not change with `--dtype`."""
+        if node.types and not node.types[0].startswith("compute"):
+            return
+        name, largest = block_of(self.blocks, path), largest_of(*floats([result]))
+        row = self.found.setdefault(name, {"name": name, "max_abs": 0.0, "at": ""})
+        if row["max_abs"] is not None and not largest <= row["max_abs"]:
+            at = ".".join(filter(None, (path, node.module, node.op)))
+            row |= {"max_abs": largest if math.isfinite(largest) else None, "at": at}
+
+
+def block_of(blocks: list[str], path: str) -> str:
+    """The block of the loop that a module is in."""
+    inside = (b for b in blocks if path == b or path.startswith(f"{b}."))
+    return next(inside, path or OUTSIDE)
+
+
+@dataclass
 class Ledger:
     """Computes each node as it is applied, and books the time to its op and to its block."""
 
@@ -196,15 +223,11 @@ class Ledger:
         _compute(result)
         flops = sum(flops_of(gemm) for gemm in gemms_of(node.op, args, result))
         now = time.perf_counter()
-        for book, key in ((self.by_op, node.op), (self.by_block, self._block(path))):
+        for book, key in ((self.by_op, node.op), (self.by_block, block_of(self.blocks, path))):
             spent = book[key]
             spent.seconds, spent.count = spent.seconds + now - self.last, spent.count + 1
             spent.flops += flops
         self.last = time.perf_counter()
-
-    def _block(self, path: str) -> str:
-        inside = (b for b in self.blocks if path == b or path.startswith(f"{b}."))
-        return next(inside, path or OUTSIDE)
 
 
 def inside_step(settings: Settings) -> dict[str, Any]:
@@ -227,12 +250,15 @@ def inside_step(settings: Settings) -> dict[str, Any]:
         ledgers.append(Ledger(prepared.block_paths()))
         with observed(ledgers[-1].see):
             apart.append(step())
-    measured = statistics.median(whole)
+    measured, maxima = statistics.median(whole), Maxima(prepared.block_paths())
+    with observed(maxima.see):
+        step()
     return {
         "step": measured,
         "node_by_node": statistics.median(apart),
         "blocks": _scaled([ledger.by_block for ledger in ledgers], measured),
         "ops": _scaled([ledger.by_op for ledger in ledgers], measured),
+        "maxima": list(maxima.found.values()),
     }
 
 
@@ -285,7 +311,7 @@ class ProfileReport:
         )
         lines += _spent_lines("block", _shortened(inside["blocks"]))
         lines += ["", *_spent_lines("op", _shortened(inside["ops"]))]
-        return "\n".join(lines)
+        return "\n".join([*lines, "", *_maxima_lines(inside["maxima"])])
 
 
 def _phase_lines(found: dict[str, Any]) -> list[str]:
@@ -308,6 +334,19 @@ def _spent_lines(kind: str, rows: list[dict[str, Any]]) -> list[str]:
             for row in rows
         ),
     ]
+
+
+def _maxima_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """The largest values, and whether float16 can hold them."""
+    width = max([len("block"), *(len(row["name"]) for row in rows)]) + 2
+    beyond = [row for row in rows if row["max_abs"] is None or row["max_abs"] > HALF_MAX]
+    told = ["not finite" if (m := row["max_abs"]) is None else f"{m:10.3g}" for row in rows]
+    return [
+        f"{'block':{width}}{'max abs':>10}  at",
+        *(f"{row['name']:{width}}{value}  {row['at']}" for row, value in zip(rows, told)),
+        *([f"float16 ends at {HALF_MAX:,.0f}: {len(beyond)} blocks exceed it; use bfloat16 or "
+           "float32"] if beyond else []),
+    ]  # fmt: skip
 
 
 def _shortened(rows: list[dict[str, Any]], most: int = 20) -> list[dict[str, Any]]:

@@ -432,6 +432,16 @@ class _Numbers(click.ParamType):  # type: ignore[type-arg]
 @click.option("--preview", type=click.Path(path_type=Path, dir_okay=False), metavar="PNG",
               help="Write the picture that each step predicts.")  # fmt: skip
 @click.option("--warmup", is_flag=True, help="Make a picture of one step before, untimed.")
+@click.option("--compile", default="program", show_default=True,
+              type=click.Choice(["off", "block", "program", "all"]),
+              help="Compile the denoiser's step as a whole, by blocks, or not; all: also the text "
+              "encoders and the VAE.")  # fmt: skip
+@click.option("--evaluate-every", type=int, default=1, show_default=True, metavar="STEPS",
+              help="Steps between evaluations; 0: once, at the end.")  # fmt: skip
+@click.option("--clear-cache-every", type=int, default=0, show_default=True, metavar="STEPS",
+              help="Steps between returns of cached buffers to the system; 0: never.")  # fmt: skip
+@click.option("--check/--no-check", default=True, show_default=True,
+              help="Fail at the first step that gives NaN or infinity.")  # fmt: skip
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
               help="Precision of the run. [default: the bundle's]")  # fmt: skip
 @click.option("--vae-dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
@@ -443,10 +453,18 @@ def generate(
 ) -> None:  # fmt: skip
     """Make a picture of PROMPT with BUNDLE; the seed's noise is PyTorch's own."""
     _quiet()
+    from .runtime.denoise import LoopSettings
+    from .runtime.finite import NotFinite
     from .runtime.generation import generate as run
 
     width, height = size or (None, None)
-    report = run(bundle, prompt, out, dtype=dtype, width=width, height=height, **options)
+    names = ("evaluate_every", "clear_cache_every", "check")
+    options["loop"] = LoopSettings(**{name: options.pop(name) for name in names})
+    options |= {"dtype": dtype, "width": width, "height": height}
+    try:
+        report = run(bundle, prompt, out, **options)
+    except NotFinite as error:
+        raise NotFinite(f"{error}; --no-check makes the picture anyway") from None
     _emit(as_json, report.as_json(), report.as_text(), report.notes(verbose))
 
 
