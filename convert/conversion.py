@@ -33,6 +33,7 @@ from .bundle_folder import atomic_folder, check_target, settle
 from .checkpoint import Component, refuse_foreign_links
 from .hub_source import Asked, Download, opened
 from .jobs import Job, Options, Run, bundle_bytes, prepare
+from .program_cache import unpatched
 from .publishing.source_card import published_root, read_source_card
 from .recipe import RECIPE_FILE, load_recipe_file
 from .report import ComponentReport, ConvertReport, grouped_kept
@@ -57,7 +58,7 @@ def convert(
     says how.
     """
     started = time.perf_counter()
-    chosen = Options(q=q, **options)
+    chosen, use_cache = Options(q=q, **options), unpatched()
     if not chosen.dry_run:
         settle(Path(out))
         if hub_name(source) is not None:
@@ -71,7 +72,7 @@ def convert(
         if found.download is None:
             path = found.checkpoint.path
             refuse_foreign_links(path, published_root(path))
-        run = Run(found.checkpoint, chosen, recipe)
+        run = Run(found.checkpoint, chosen, recipe, use_cache=use_cache)
         if progress:
             run.say = lambda text: print(text, file=sys.stderr, flush=True)
         if found.download is None and not chosen.dry_run:

@@ -21,6 +21,7 @@ from .checkpoint import (
     tied_weights,
 )
 from .plan import Plan, make_plan
+from .program_cache import Analysis, entry_key, read_entry, write_entry
 from .programs import Compiled, Size, compile_program, module_parameters
 from .quantization import (
     Policy,
@@ -30,7 +31,7 @@ from .quantization import (
     load_policy_file,
     parse_precision,
 )
-from .recipe import Recipe, load_recipe, recipe_names
+from .recipe import Recipe, load_recipe, parse_recipe, recipe_names
 from .report import human_bytes
 
 # What `target_size` chooses from, the most precise first.
@@ -91,6 +92,7 @@ class Run:
     recipe: Recipe | None
     warnings: list[str] = field(default_factory=list)
     say: Callable[[str], None] = lambda text: None
+    use_cache: bool = False  # of programs, see `program_cache`
 
 
 def prepare(run: Run) -> dict[str, Job]:
@@ -143,38 +145,77 @@ def chosen_components(run: Run) -> list[str]:
 
 
 def _prepare(run: Run, component: Component) -> Job:
-    config = merged_config(component)
-    cls = component_class(component)
-    recipe, derived, note = _recipe_for(run, component, cls, config)
-    compiled = None
-    if recipe is None:
-        parameters, tied = _module_parameters(cls, component, config)
-    else:
-        run.say(f"{component.name}: tracing {component.class_name}")
-        compiled = compile_program(cls, config, recipe, run.options.sizes)
-        parameters, tied = compiled.parameters, compiled.tied
+    recipe = _known_recipe(run, component)
+    known = _analysis(run, component, recipe)
+    if known.derived:
+        recipe = parse_recipe(known.derived, f"the recipe derived for {component.class_name}")
+    parameters, compiled = known.parameters, known.compiled
     shapes = {n: p.shape for n, p in parameters.items()}
-    match = match_keys(shapes, component.tensors, tied)
+    match = match_keys(shapes, component.tensors, known.tied)
     match.check(str(component.path))
     named = parameters if compiled else _stored_names(parameters, match)
     found = match.found if compiled else {name: name for name in named}
     policy = _policy(run.options, run.checkpoint, component, recipe)
     plan = make_plan(component, named, found, policy, run.options.method)
     return Job(
-        component, config, recipe, compiled, match, named, found, policy, plan, note, derived
-    )
+        component, known.config, recipe, compiled, match, named, found, policy, plan, known.note,
+        known.derived,
+    )  # fmt: skip
 
 
-def _recipe_for(
+def _known_recipe(run: Run, component: Component) -> Recipe | None:
+    """The recipe that was given, or the one that is shipped."""
+    if run.options.weights_only:
+        return None
+    if run.recipe is not None and run.recipe.class_name == component.class_name:
+        return run.recipe
+    if component.class_name in recipe_names() and not component.named:
+        return load_recipe(component.class_name)
+    return None
+
+
+def _analysis(run: Run, component: Component, recipe: Recipe | None) -> Analysis:
+    """`_analyse`, or what it gave for the same component in an earlier process."""
+    key = None
+    if run.use_cache and not component.named:
+        key = entry_key(
+            library=component.library, class_name=component.class_name, config=component.config,
+            recipe=recipe, sizes=run.options.sizes, weights_only=run.options.weights_only,
+            alone=len(run.checkpoint.components) == 1,
+        )  # fmt: skip
+    if key is not None and (known := read_entry(key)) is not None:
+        run.say(f"{component.name}: {component.class_name} was traced before")
+        run.warnings += known.warnings
+        return known
+    before = len(run.warnings)
+    made = _analyse(run, component, recipe)
+    if key is not None:
+        try:
+            write_entry(key, replace(made, warnings=run.warnings[before:]))
+        except OSError as error:
+            run.say(f"the program is not cached: {error}")
+    return made
+
+
+def _analyse(run: Run, component: Component, recipe: Recipe | None) -> Analysis:
+    """All that is asked of the component's class. What it depends on is in the key above."""
+    config = merged_config(component)
+    cls = component_class(component)
+    derived, note = "", "weights only" if run.options.weights_only else ""
+    if recipe is None and not run.options.weights_only:
+        recipe, derived, note = _derived(run, component, cls, config)
+    if recipe is None:
+        parameters, tied = _module_parameters(cls, component, config)
+        return Analysis(config, None, parameters, tied, derived, note)
+    run.say(f"{component.name}: tracing {component.class_name}")
+    compiled = compile_program(cls, config, recipe, run.options.sizes)
+    return Analysis(config, compiled, compiled.parameters, compiled.tied, derived, note)
+
+
+def _derived(
     run: Run, component: Component, cls: type, config: dict[str, Any]
 ) -> tuple[Recipe | None, str, str]:
-    """The recipe: given, shipped, or derived (then its text too); and a note for the report."""
-    if run.options.weights_only:
-        return None, "", "weights only"
-    if run.recipe is not None and run.recipe.class_name == component.class_name:
-        return run.recipe, "", ""
-    if component.class_name in recipe_names() and not component.named:
-        return load_recipe(component.class_name), "", ""
+    """A derived recipe, its text, and a note for the report."""
     from .derived import derive_recipe
 
     run.say(f"{component.name}: no recipe for {component.class_name}, deriving one")

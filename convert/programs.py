@@ -88,7 +88,7 @@ def _without_leftovers() -> Iterator[None]:
 
 
 _RECENT: dict[str, Compiled] = {}
-_KEPT = 4
+_KEPT = 8
 
 
 def _compile(

@@ -43,7 +43,7 @@ def _group(item: pytest.Item) -> str | None:
     shared = {name for name, found in used.items() if found[-1].scope in ("session", "module")}
     if {"pipeline_checkpoint", "pipeline_bundle"} & shared:
         return "pipeline"
-    return item.path.stem if shared - {"tmp_path_factory", "one_thread"} else None
+    return item.path.stem if shared - {"tmp_path_factory", "one_thread", "own_cache"} else None
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -52,6 +52,12 @@ def one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No test reads or fills the user's cache of programs."""
+    os.environ["MLXCONV_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")
