@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from .errors import MlxconvError
 from .finite import explained
+from .oplib import long_sums
 from .program import Entry
 from .staging import Prepared, Staged
 
@@ -83,9 +84,7 @@ def _rescaled(how: str, amount: float, guided: mx.array, positive: mx.array) -> 
     if how == "norm":
         return guided * (_norm(positive, (-1,)) / _norm(guided, (-1,)))
     if how == "std":
-        ratio = mx.std(positive, axes, keepdims=True, ddof=1) / mx.std(
-            guided, axes, keepdims=True, ddof=1
-        )
+        ratio = _deviation(positive, axes) / _deviation(guided, axes)
         return guided * (amount * ratio + (1 - amount))
     if how == "limit":
         return guided * mx.minimum(amount * _norm(positive, axes) / _norm(guided, axes), 1)
@@ -93,7 +92,11 @@ def _rescaled(how: str, amount: float, guided: mx.array, positive: mx.array) -> 
 
 
 def _norm(x: mx.array, axes: tuple[int, ...]) -> mx.array:
-    return mx.sqrt(mx.sum(mx.square(x), axis=axes, keepdims=True))
+    return mx.sqrt(long_sums.total(mx.square(x), axes, True))
+
+
+def _deviation(x: mx.array, axes: tuple[int, ...]) -> mx.array:
+    return mx.sqrt(long_sums.var(x, axes, True, ddof=1))
 
 
 class Guided:

@@ -284,8 +284,8 @@ def _group_norm(args: dict[str, Any], strips: Strips) -> Any:
     counts, means, squares = [], [], []
     for part in strips.parts:
         flat = part.reshape(batch, groups, -1).astype(mx.float32)
-        mean = flat.mean(axis=-1, keepdims=True)
-        square = mx.square(flat - mean).sum(axis=-1, keepdims=True)
+        mean = OPS["mean"](flat, axis=-1, keepdims=True)
+        square = OPS["sum"](mx.square(flat - mean), axis=-1, keepdims=True)
         mx.eval(mean, square)
         counts.append(flat.shape[-1])
         means.append(mean)

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from . import elementary
+from . import elementary, long_sums
 from .registry import OPS, Number, Value, dtype_of, op
 
 _HALF = (mx.bfloat16, mx.float16)
@@ -77,7 +77,7 @@ for _name, _function in {
     "le": operator.le,
     "gt": operator.gt,
     "ge": operator.ge,
-    "matmul": operator.matmul,
+    "matmul": long_sums.matmul,
     "logical_and": mx.logical_and,
     "logical_or": mx.logical_or,
     "bitwise_and": operator.and_,

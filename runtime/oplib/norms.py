@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 
+from . import long_sums
 from .registry import op
 
 
@@ -9,14 +10,24 @@ from .registry import op
 def layer_norm(
     x: mx.array, weight: mx.array | None = None, bias: mx.array | None = None, eps: float = 1e-5
 ) -> mx.array:
-    """LayerNorm over the last axis."""
-    return mx.fast.layer_norm(x, weight, bias, eps)
+    """LayerNorm over the last axis, accumulated in fp32."""
+    wide = x.astype(mx.float32)
+    if not long_sums.is_long(wide, x.shape[-1]):
+        return mx.fast.layer_norm(x, weight, bias, eps)
+    gap = wide - long_sums.mean(wide, -1, True)
+    y = gap * mx.rsqrt(long_sums.mean(mx.square(gap), -1, True) + eps)
+    y = y if weight is None else y * weight
+    return (y if bias is None else y + bias).astype(x.dtype)
 
 
 @op
 def rms_norm(x: mx.array, weight: mx.array | None = None, eps: float = 1e-6) -> mx.array:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis, accumulated in fp32."""
-    return mx.fast.rms_norm(x, weight, eps)
+    wide = x.astype(mx.float32)
+    if not long_sums.is_long(wide, x.shape[-1]):
+        return mx.fast.rms_norm(x, weight, eps)
+    y = wide * mx.rsqrt(long_sums.mean(mx.square(wide), -1, True) + eps)
+    return (y if weight is None else y * weight).astype(x.dtype)
 
 
 @op
@@ -26,8 +37,8 @@ def modulated_norm(
     """LayerNorm without weights, times `scale` (already 1 + s), plus `shift` (adaLN)."""
     if scale.size == x.shape[-1] and (shift is None or shift.size == x.shape[-1]):
         flat = None if shift is None else shift.reshape(-1)
-        return mx.fast.layer_norm(x, scale.reshape(-1), flat, eps)
-    y = mx.fast.layer_norm(x, None, None, eps) * scale
+        return layer_norm(x, scale.reshape(-1), flat, eps)  # type: ignore[no-any-return]
+    y: mx.array = layer_norm(x, eps=eps) * scale
     return y if shift is None else y + shift
 
 
@@ -41,7 +52,7 @@ def group_norm(
 ) -> mx.array:
     """GroupNorm of x (batch, channels, ...): all in fp32, rounded once."""
     flat = x.reshape(x.shape[0], groups, -1).astype(mx.float32)
-    y = mx.fast.layer_norm(flat, None, None, eps).reshape(x.shape)
+    y: mx.array = layer_norm(flat, eps=eps).reshape(x.shape)
     per_channel = (x.shape[1],) + (1,) * (x.ndim - 2)
     if weight is not None:
         y = y * weight.reshape(per_channel)
@@ -53,7 +64,7 @@ def group_norm(
 @op
 def softmax(x: mx.array, axis: int = -1) -> mx.array:
     """Softmax along one axis, accumulated in fp32."""
-    return mx.softmax(x, axis=axis, precise=True)
+    return long_sums.softmax(x, axis)
 
 
 @op

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import numpy as np
 
+from . import long_sums
 from .elementwise import in_fp32
+from .long_sums import Axes
 from .registry import OPS, Number, op
-
-Axes = int | Sequence[int] | None
 
 
 def _as_axes(axis: Axes) -> int | tuple[int, ...] | None:
@@ -21,31 +21,35 @@ def _as_axes(axis: Axes) -> int | tuple[int, ...] | None:
 _OF_NOTHING = {"sum": 0, "prod": 1, "mean": math.nan, "logsumexp": -math.inf, "any": 0, "all": 1}
 
 
-def _reduction(name: str) -> Callable[..., mx.array]:
-    function = getattr(mx, name)
-
+def _reduction(name: str, function: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def reduce(x: mx.array, axis: Axes = None, keepdims: bool = False) -> mx.array:
         if x.size == 0 and name in _OF_NOTHING:
             shape = np.sum(np.empty(x.shape), axis=_as_axes(axis), keepdims=keepdims).shape
             is_flag = name in ("any", "all")
             dtype = mx.bool_ if is_flag else mx.int32 if x.dtype == mx.bool_ else x.dtype
             return mx.full(shape, _OF_NOTHING[name]).astype(dtype)  # full ignores bool
-        return function(x, axis=_as_axes(axis), keepdims=keepdims)  # type: ignore[no-any-return]
+        return function(x, axis=_as_axes(axis), keepdims=keepdims)
 
     return reduce
 
 
 for _name in ("max", "min", "any", "all"):
-    OPS[_name] = _reduction(_name)
-for _name in ("sum", "mean", "prod", "logsumexp"):
-    OPS[_name] = in_fp32(_reduction(_name))
+    OPS[_name] = _reduction(_name, getattr(mx, _name))
+_SUMS: dict[str, Callable[..., mx.array]] = {
+    "sum": long_sums.total,
+    "mean": long_sums.mean,
+    "prod": mx.prod,
+    "logsumexp": long_sums.logsumexp,
+}
+for _name, _function in _SUMS.items():
+    OPS[_name] = in_fp32(_reduction(_name, _function))
 
 
 @op
 @in_fp32
 def var(x: mx.array, axis: Axes = None, keepdims: bool = False, ddof: Number = 1) -> mx.array:
     """Variance with divisor n - ddof."""
-    return mx.var(x, axis=_as_axes(axis), keepdims=keepdims, ddof=int(ddof))
+    return long_sums.var(x, axis, keepdims, int(ddof))
 
 
 @op
@@ -64,7 +68,7 @@ def argmin(x: mx.array, axis: int | None = None, keepdims: bool = False) -> mx.a
 @in_fp32
 def cumsum(x: mx.array, axis: int) -> mx.array:
     """Running sum along `axis`."""
-    return mx.cumsum(x, axis=axis)
+    return long_sums.cumsum(x, axis)
 
 
 @op
