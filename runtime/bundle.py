@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from .executor import Executor
 from .files import is_plain, read_text
 from .hub.names import hub_name
 from .ops import dtype_of, on_cpu
-from .program import PROGRAM_FILE, Program, load_program
-from .weights import Weights
+from .program import CONSTANTS_FILE, PROGRAM_FILE, Program, load_program
+from .weights import INDEX_FILE, Weights
 
 if TYPE_CHECKING:
     from .hub.bundles import HubBundle
@@ -36,6 +37,11 @@ class Bundle:
     path: Path
     manifest: dict[str, Any]
     remote: HubBundle | None = None
+
+    @property
+    def name(self) -> str:
+        """Its repository on the Hub, or its folder's name."""
+        return self.path.resolve().name if self.remote is None else str(self.remote.remote.name)
 
     def need(self, names: Iterable[str]) -> None:
         """Fetch those of these components that the bundle has; nothing where it is not remote."""
@@ -107,6 +113,21 @@ def open_bundle(path: str | Path) -> Bundle:
             f"{folder / MANIFEST}: {outside[0]!r:.80} is not a folder in this one; refused"
         )
     return Bundle(folder, manifest, remote)
+
+
+_DECISIVE = ("config.json", INDEX_FILE, PROGRAM_FILE, CONSTANTS_FILE, "scheduler_config.json")
+
+
+def fingerprint(bundle: Bundle, names: Iterable[str]) -> str:
+    """SHA-256 over what decides the results of these components, or of a scheduler: programs,
+    configurations, and the weights' checksums, of which an index holds one a tensor."""
+    digest = hashlib.sha256()
+    for name in sorted(names):
+        for part in _DECISIVE:
+            file = bundle.path / name / part
+            data = file.read_bytes() if file.is_file() else b""
+            digest.update(f"{name}/{part} {len(data)}\n".encode() + data)
+    return digest.hexdigest()
 
 
 class LoadedComponent:

@@ -1,26 +1,34 @@
-"""`mlxconv generate`: a prompt to PNG files, with a progress bar and a table of times."""
+"""`mlxconv generate`: prompts to picture files, with progress and a table of times."""
 
-import json
 import sys
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from PIL.PngImagePlugin import PngInfo
+from PIL import Image
 from tqdm import tqdm
 
 from .denoise import Progress
-from .errors import MlxconvError
-from .files import whole
 from .measuring.machine import described, peak_rss_bytes
-from .phases import phase_table, told_bytes
+from .options import Options
+from .phases import Listener, phase_table, told_bytes
+from .picture_files import (
+    again,
+    check_target,
+    read_record,
+    records_of,
+    save,
+    summary,
+)
 from .pipeline import Pictures, load
 
 PHASES = ("load", "warmup", "encode", "prepare", "first_step", "steps", "preview", "decode")
 _UNITS = {"encode": "prompt", "steps": "step", "decode": "picture"}
+_PAUSE = 10.0  # seconds between lines of a phase
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,9 @@ class GenerateReport:
         request = self.made.request
         return {
             "images": [str(file) for file in self.files],
+            "prompts": [record["prompt"] for record in self.made.records],
             "seed": request.seed,
+            "seeds": self.made.seeds,
             "steps": request.steps,
             "size": [request.width, request.height],
             "seconds": {name: round(value, 4) for name, value in seconds.items()},
@@ -72,7 +82,7 @@ class GenerateReport:
 
 
 class _Bars:
-    """A bar on stderr for the phase that is running; none where stderr is no terminal."""
+    """A bar on stderr for the phase that is running."""
 
     def __init__(self) -> None:
         self._phase, self._bar = "", tqdm(disable=True)
@@ -83,8 +93,8 @@ class _Bars:
             self._phase = phase
             unit = _UNITS.get(phase, "part")
             # A delay: it draws nothing before `close` knows of it.
-            self._bar = tqdm(desc=phase, total=total, unit=unit, disable=None, file=sys.stderr,
-                             leave=False, dynamic_ncols=True, delay=1e-9)  # fmt: skip
+            self._bar = tqdm(desc=phase, total=total, unit=unit, file=sys.stderr, leave=False,
+                             dynamic_ncols=True, delay=1e-9)  # fmt: skip
             self._bar.refresh()
         self._bar.update(done - self._bar.n)
 
@@ -95,45 +105,81 @@ class _Bars:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def generate(
-    bundle: str, prompt: str, out: Path, *, dtype: str | None = None, vae_dtype: str | None = None,
-    preview: Path | None = None, warmup: bool = False, compile: str = "program", **options: Any,
-) -> GenerateReport:  # fmt: skip
-    """Make pictures and write them; `options` are those of `Pipeline.__call__`.
+class _Lines:
+    """A line on stderr for each phase that has ended, and now and then for one that is running."""
 
-    preview: a file for the picture that the last step predicts. warmup: make a picture of one step
-    before, so that all that is compiled or read once is not in the times; text encoders are kept.
+    def __init__(self) -> None:
+        self._phase, self._done, self._total = "", 0, 1
+        self._began = self._shown = time.perf_counter()
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        now = time.perf_counter()
+        if phase != self._phase:
+            self.close()
+            self._phase, self._began, self._shown = phase, now, now
+        self._done, self._total = done, total
+        if 0 < done < total and now - self._shown >= _PAUSE:
+            self._shown = now
+            self._say()
+
+    def _say(self) -> None:
+        parts = f" {self._done}/{self._total}," if self._phase in _UNITS else ""
+        seconds = time.perf_counter() - self._began
+        print(f"{self._phase}:{parts} {seconds:.1f} s", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """The last line of the phase."""
+        if self._phase:
+            self._say()
+        self._phase = ""
+
+
+@contextmanager
+def _shown(progress: bool) -> Iterator[Listener | None]:
+    """Progress on stderr: bars in a terminal, lines elsewhere."""
+    if not progress:
+        yield None
+        return
+    with closing(_Bars() if sys.stderr.isatty() else _Lines()) as listener:
+        yield listener
+
+
+def generate(
+    bundle: str, out: str, *, like: Path | None = None, preview: Path | None = None,
+    warmup: bool = False, compile: str = "program", progress: bool = True, **given: Any,
+) -> GenerateReport:  # fmt: skip
+    """Make pictures and write them; `given` are keywords of `load` and of a pipeline call.
+
+    out: a file or a folder, see `Pictures.save`. like: a picture whose record gives what `given`
+    does not. preview: a file for the picture that the last step predicts. warmup: make a picture of
+    one step before, so that all that is compiled or read once is not in the times; text encoders
+    are kept. progress: say on stderr what runs, and how far it is.
     """
-    for file in filter(None, (out, preview)):
-        if not file.parent.is_dir():
-            raise MlxconvError(f"{file}: no folder {file.parent}; make it first")
+    for target in (out, preview or out):
+        check_target(target)
+    record = None if like is None else read_record(like)
+    asked = {**again(record, given), **{k: v for k, v in given.items() if v is not None}}
+    dtypes = {name: asked.pop(name, None) for name in ("dtype", "vae_dtype")}
     began = time.perf_counter()
-    pipeline = load(bundle, dtype=dtype, vae_dtype=vae_dtype, keep=warmup, compile=compile)
+    pipeline = load(bundle, **dtypes, keep=warmup, compile=compile)
     seconds = {"load": time.perf_counter() - began}
-    with closing(_Bars()) as bars:
+    with _shown(progress) as listener:
+        image = None if preview is None else partial(_preview, preview)
+        plan = pipeline.plan(Options(**asked, listener=listener, preview=image))
+        records = records_of(pipeline, plan)
+        if progress:
+            print(summary(records), file=sys.stderr, flush=True)
         if warmup:
-            pipeline.warmup(prompt, listener=bars, **options)
+            once = {k: v for k, v in asked.items() if k != "prompt"}
+            pipeline.warmup(plan.options.prompts[0], listener=listener, **once)
             seconds["warmup"] = time.perf_counter() - began - seconds["load"]
-        shown = None if preview is None else partial(_preview, preview, prompt)
-        made = pipeline(prompt, listener=bars, preview=shown, **options)
-    files = [_numbered(out, i, len(made.images)) for i in range(len(made.images))]
-    request = made.request
-    for file, image in zip(files, made.images, strict=True):
-        _save(file, image, {"prompt": prompt, "seed": request.seed, "steps": request.steps})
+        made = pipeline.run(plan)
+    if record is not None and record.get("bundle_hash") != records[0]["bundle_hash"]:
+        made.notes.append(f"{like}: was made with another bundle ({record.get('bundle')}, "
+                          f"{record.get('source')}); this picture may differ from it")  # fmt: skip
+    files = made.save(out)
     return GenerateReport(files, made, {**seconds, **made.seconds}, time.perf_counter() - began)
 
 
-def _preview(file: Path, prompt: str, image: Any, progress: Progress) -> None:
-    _save(file, image, {"prompt": prompt, "step": progress.step + 1, "steps": progress.steps})
-
-
-def _numbered(out: Path, index: int, count: int) -> Path:
-    return out if count == 1 else out.with_stem(f"{out.stem}-{index}")
-
-
-def _save(file: Path, image: Any, told: dict[str, Any]) -> None:
-    """A PNG that says how it was made; it appears whole or not at all."""
-    info = PngInfo()
-    info.add_text("mlxconv", json.dumps(told))
-    with whole(file) as part:
-        image.save(part, format="PNG", pnginfo=info)
+def _preview(file: Path, image: Image.Image, progress: Progress) -> None:
+    save(file, image, None)

@@ -29,6 +29,9 @@ DIFFUSERS_NAMES = {
     "true_cfg_scale": "cfg",
 }
 _LOOP = LoopSettings()
+# What decides a picture beside the prompts, its size, its steps and its seed.
+_RECORDED = ("guidance", "cfg", "cfg_end", "tokens", "scheduler", "sigmas", "timesteps", "decoder",
+             "conditioning")  # fmt: skip
 _RANDOM_SEEDS = 2**32  # torch uses 32 bits of a seed
 
 
@@ -68,6 +71,10 @@ class Options:
         if not given or not all(isinstance(each, str) for each in given):
             raise MlxconvError(f"prompt is {self.prompt!r:.80}: a string, or a list of strings")
         return given
+
+    def recorded(self) -> dict[str, Any]:
+        """The keywords, as they were given, without which a picture cannot be made again."""
+        return {name: getattr(self, name) for name in _RECORDED}
 
     def seeds(self) -> list[list[int]]:
         """The seed of each picture, by prompt."""

@@ -25,6 +25,8 @@ from .guidance import Guided
 from .noise import Generator
 from .options import DIFFUSERS_NAMES, Options, takes
 from .phases import Phases
+from .picture_files import Record, check_target, records_of, target_names
+from .picture_files import save as save_picture
 from .schedulers import Schedule, Scheduler, with_class
 from .staging import Staged
 from .tiling import in_strips, work_of
@@ -37,7 +39,8 @@ _CFG = 4.0  # with a negative prompt, where none is asked for
 class Pictures:
     """What a generation made, and how long its phases took, in seconds.
 
-    requests: one a picture, which made alone is the same. seconds: `encode`, `prepare`,
+    requests: one a picture, which made alone is the same; records: the same with all that decides
+    it, as `save` writes it into the files. seconds: `encode`, `prepare`,
     `first_step`, `steps` (all others), `step_median`, `preview` where there was one, `decode` and
     `total`.
     """
@@ -45,6 +48,7 @@ class Pictures:
     images: list[Image.Image]
     pixels: np.ndarray[Any, Any]  # (count, height, width, 3) float32 in 0 to 1
     requests: list[Request]
+    records: list[Record]
     seconds: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     weight_bytes: dict[str, int] = field(default_factory=dict)
@@ -59,6 +63,15 @@ class Pictures:
     def seeds(self) -> list[int]:
         """One a picture."""
         return [request.seed for request in self.requests]
+
+    def save(self, out: str | Path) -> list[Path]:
+        """Write them as `out` (.png, .jpg or .webp; numbered where there are several), or into a
+        folder; each file says how its picture was made."""
+        check_target(out)
+        files = target_names(out, self.records)
+        for file, image, record in zip(files, self.images, self.records, strict=True):
+            save_picture(file, image, record)
+        return files
 
     def __repr__(self) -> str:
         one = self.request
@@ -115,7 +128,7 @@ class Pipeline:
 
         Text encoders are read again for the next prompt unless the pipeline keeps them.
         """
-        self(prompt, **{**options, "count": 1, "callback": lambda progress: False})
+        self(prompt, **{**options, "count": 1, "seed": 0, "callback": lambda progress: False})
 
     @takes(Options, DIFFUSERS_NAMES)
     def __call__(self, options: Options) -> Pictures:
@@ -177,7 +190,8 @@ class Pipeline:
 
     def run(self, plan: Plan) -> Pictures:
         """Make what was planned: encode all prompts, then denoise and decode picture by picture."""
-        made = Pictures([], np.zeros(0), plan.requests, notes=list(plan.notes))
+        records, notes = records_of(self, plan), list(plan.notes)
+        made = Pictures([], np.zeros(0), plan.requests, records, notes=notes)
         self.parts.notes = made.notes
         clock = Phases(plan.options.listener)
         encoded = self._encode(plan, clock)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -10,13 +9,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxconv.runtime.bundle import Bundle, open_bundle, read_json
+from mlxconv.runtime.bundle import Bundle, fingerprint, open_bundle, read_json
 from mlxconv.runtime.executor import MEMORY_BYTES
 from mlxconv.runtime.files import whole
 from mlxconv.runtime.hub.names import hub_name
 from mlxconv.runtime.measuring.machine import described
-from mlxconv.runtime.program import CONSTANTS_FILE, PROGRAM_FILE
-from mlxconv.runtime.weights import INDEX_FILE
 
 from ..inspection import inspect
 from .source_card import origin_of
@@ -43,27 +40,13 @@ class Measured:
     why: str = ""
 
 
-def fingerprint(bundle: Bundle) -> str:
-    """SHA-256 over what decides a bundle's figures: programs, configurations, weights' checksums.
-
-    Indexes hold the CRC-32 of every tensor, so no weight is read.
-    """
-    digest = hashlib.sha256()
-    for name in sorted(bundle.manifest["components"]):
-        for part in ("config.json", INDEX_FILE, PROGRAM_FILE, CONSTANTS_FILE):
-            file = bundle.path / name / part
-            data = file.read_bytes() if file.is_file() else b""
-            digest.update(f"{name}/{part} {len(data)}\n".encode() + data)
-    return digest.hexdigest()
-
-
 def save_parity(bundle: Bundle, report: ParityReport, source: str) -> Path:
     """Write the report into the bundle. `source` names what it was compared with, for people."""
     machine = described()
     data = {
         "format": _FORMAT,
         "version": _VERSION,
-        "fingerprint": fingerprint(bundle),
+        "fingerprint": fingerprint(bundle, bundle.manifest["components"]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": machine,
         **report.as_json(),
@@ -111,7 +94,9 @@ def read_parity(bundle: Bundle) -> Measured:
     if not file.is_file():
         return Measured(None, why="no parity was measured on these files")
     data = read_json(file)
-    if data.get("format") != _FORMAT or data.get("fingerprint") != fingerprint(bundle):
+    if data.get("format") != _FORMAT or data.get("fingerprint") != fingerprint(
+        bundle, bundle.manifest["components"]
+    ):
         return Measured(None, why=f"the figures of {PARITY_FILE} are of other files than these")
     machine = data["machine"]
     versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items())

@@ -4,14 +4,15 @@ import mlx.core as mx
 
 from .family import Defaults, Family, Inputs, Parts, Request, t5_states
 from .flux import decode, grid, start, text_ids
-from .images import flow_schedule, flow_times, image_ids, vae_scale
+from .images import flow_schedule, flow_times, image_ids, trained_size, vae_scale
 
 _TOKENS = 512
 
 
 def _defaults(parts: Parts) -> Defaults:
     scale = vae_scale(parts.config("vae"))
-    return Defaults(128 * scale, 128 * scale, 35, 5.0, 2 * scale)
+    size = trained_size(parts, 2 * scale)
+    return Defaults(size, size, 35, 5.0, 2 * scale)
 
 
 def _encode(parts: Parts, prompt: str, request: Request) -> Inputs:

@@ -11,6 +11,7 @@ from .images import (
     packed_noise,
     pixels,
     scaled,
+    trained_size,
     unpacked,
     vae_scale,
 )
@@ -20,8 +21,9 @@ _TOKENS = 512
 
 def _defaults(parts: Parts) -> Defaults:
     scale = vae_scale(parts.config("vae"))
+    size = trained_size(parts, 2 * scale)
     dev = bool(parts.config("transformer")["guidance_embeds"])
-    return Defaults(128 * scale, 128 * scale, 28 if dev else 4, 3.5, 2 * scale)
+    return Defaults(size, size, 28 if dev else 4, 3.5, 2 * scale)
 
 
 def _encode(parts: Parts, prompt: str, request: Request) -> Inputs:

@@ -14,7 +14,15 @@ from ..schedulers import Schedule, Scheduler
 from ..weights import arrays_of
 from .family import Defaults, Family, Inputs, Parts, Request
 from .flux import grid
-from .images import flow_times, image_ids, noise_as, pixels, shifted_flow, vae_scale
+from .images import (
+    flow_times,
+    image_ids,
+    noise_as,
+    pixels,
+    shifted_flow,
+    trained_size,
+    vae_scale,
+)
 
 _TOKENS = 512
 _MISTRAL = (
@@ -31,7 +39,8 @@ def _distilled(parts: Parts) -> bool:
 
 def _defaults(parts: Parts) -> Defaults:
     scale = vae_scale(parts.config("vae"))
-    return Defaults(128 * scale, 128 * scale, 4 if _distilled(parts) else 50, 4.0, 2 * scale)
+    size = trained_size(parts, 2 * scale)
+    return Defaults(size, size, 4 if _distilled(parts) else 50, 4.0, 2 * scale)
 
 
 def _encode(

@@ -10,10 +10,23 @@ from ..noise import Generator
 from ..schedulers import Schedule, Scheduler, make_schedule, shift_for
 from .family import Inputs, Parts, Request
 
+_UNSAID = 32  # AutoencoderKL's default for `sample_size`
+
 
 def vae_scale(config: Mapping[str, Any]) -> int:
     """Pixels a latent, along each side: each level but the last halves."""
     return int(2 ** (len(config["block_out_channels"]) - 1))
+
+
+def trained_size(parts: Parts, multiple: int, most: int | None = None) -> int:
+    """Pixels a side of a denoiser that does not say: the pipeline's own number (`most`, or 128
+    latents), or fewer where the VAE was trained on smaller pictures."""
+    config = parts.config("vae")
+    most = most or 128 * vae_scale(config)
+    size = config.get("sample_size")
+    if not isinstance(size, int) or size == _UNSAID:
+        return most
+    return max(multiple, min(size, most) // multiple * multiple)
 
 
 def pixels(decoded: mx.array) -> mx.array:

@@ -34,7 +34,8 @@ _INSTRUCTION = "\n".join((
 
 
 def _defaults(parts: Parts) -> Defaults:
-    return Defaults(1024, 1024, 20, 4.5, _SCALE)
+    size = parts.config("transformer")["sample_size"] * _SCALE
+    return Defaults(size, size, 20, 4.5, _SCALE)
 
 
 def _gemma(parts: Parts, text: str, length: int) -> tuple[mx.array, mx.array]:

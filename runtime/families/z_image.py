@@ -10,14 +10,16 @@ from ..guidance import Guidance
 from ..noise import Generator
 from ..schedulers import Schedule, Scheduler, shift_for
 from .family import Defaults, Family, Inputs, Parts, Request
-from .images import plain_decode, plain_shape, shifted_flow, vae_scale
+from .images import plain_decode, plain_shape, shifted_flow, trained_size, vae_scale
 
 _TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 _TOKENS = 512
 
 
 def _defaults(parts: Parts) -> Defaults:
-    return Defaults(1024, 1024, 50, 5.0, 2 * vae_scale(parts.config("vae")))
+    scale = vae_scale(parts.config("vae"))
+    size = trained_size(parts, 2 * scale, 1024)
+    return Defaults(size, size, 50, 5.0, 2 * scale)
 
 
 def _encode(parts: Parts, prompt: str, request: Request) -> Inputs:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import click
 
@@ -401,23 +401,42 @@ class _Numbers(click.ParamType):  # type: ignore[type-arg]
             self.fail(f"{value!r} is not numbers with commas between, as 1.0,0.7", param, ctx)
 
 
+def _lines(file: TextIO) -> list[str]:
+    try:
+        found = [line.strip() for line in file if line.strip()]
+    except UnicodeDecodeError as error:
+        raise MlxconvError(f"--prompts: not UTF-8 text ({error}); save it as UTF-8") from error
+    if not found:
+        raise MlxconvError("--prompts: no prompts in it; write one per line")
+    return found
+
+
 @cli.command()
 @click.argument("bundle")
-@click.argument("prompt")
-@click.option("-o", "--out", type=click.Path(path_type=Path, dir_okay=False), required=True,
-              metavar="PNG", help="Picture to write; numbered if there are several.")  # fmt: skip
+@click.argument("prompt", required=False)
+@click.option("-o", "--out", required=True, metavar="FILE|FOLDER",
+              help="Picture to write: .png, .jpg or .webp, numbered if there are several; or a "
+              "folder, where files are named by seed.")  # fmt: skip
+@click.option("--prompts", type=click.File(encoding="utf-8-sig"), metavar="FILE",
+              help="Prompts, one per line; - reads stdin.")  # fmt: skip
+@click.option("--like", type=click.Path(path_type=Path, dir_okay=False, exists=True),
+              metavar="PICTURE",
+              help="Use the settings stored in a picture; options override them.")  # fmt: skip
 @click.option("--steps", type=int, help="[default: the pipeline's]")
 @click.option("--guidance", type=float,
               help="The pipeline's guidance_scale. [default: the pipeline's]")  # fmt: skip
-@click.option("--negative", metavar="PROMPT", help="What to stay away from.")
+@click.option("--negative", metavar="PROMPT", help="Negative prompt.")
 @click.option("--cfg", type=float,
               help="Scale of true guidance, of FLUX.1 and Qwen-Image. "
               "[default: 4 with --negative]")  # fmt: skip
-@click.option("--cfg-end", type=float, default=1.0, show_default=True,
-              help="Part of the schedule after which the negative prompt is not read.")  # fmt: skip
-@click.option("--size", type=_Size(), help="In pixels. [default: the pipeline's]")
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--count", type=int, default=1, show_default=True, help="How many pictures.")
+@click.option("--cfg-end", type=float,
+              help="Part of the schedule after which the negative prompt is not read. "
+              "[default: 1.0]")  # fmt: skip
+@click.option("--size", type=_Size(), help="In pixels. [default: the checkpoint's]")
+@click.option("--seed", "seeds", type=int, multiple=True,
+              help="Seed of the noise (repeat for more pictures). [default: random]")  # fmt: skip
+@click.option("--count", type=int, default=1, show_default=True,
+              help="Pictures per prompt, with seeds counting up from --seed.")  # fmt: skip
 @click.option("--tokens", type=int, help="Of the longest text encoder. [default: the pipeline's]")
 @click.option("--scheduler", metavar="NAME",
               help="Instead of the checkpoint's: a class, or a name such as 'DPM++ 2M Karras'; "
@@ -429,7 +448,7 @@ class _Numbers(click.ParamType):  # type: ignore[type-arg]
               "one.")  # fmt: skip
 @click.option("--tile", default="auto", show_default=True, metavar="auto|off|MIB",
               help="Decode large pictures in strips of rows, of so many MiB at once.")  # fmt: skip
-@click.option("--preview", type=click.Path(path_type=Path, dir_okay=False), metavar="PNG",
+@click.option("--preview", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Write the picture that each step predicts.")  # fmt: skip
 @click.option("--warmup", is_flag=True, help="Make a picture of one step before, untimed.")
 @click.option("--compile", default="program", show_default=True,
@@ -448,21 +467,34 @@ class _Numbers(click.ParamType):  # type: ignore[type-arg]
               help="Precision of the decoder. [default: float32 instead of bfloat16]")  # fmt: skip
 @_common
 def generate(
-    bundle: str, prompt: str, out: Path, size: tuple[int, int] | None, dtype: str | None,
-    as_json: bool, verbose: bool, debug: bool, **options: Any,
+    bundle: str, prompt: str | None, prompts: TextIO | None, out: str, seeds: tuple[int, ...],
+    size: tuple[int, int] | None, as_json: bool, verbose: bool, debug: bool, **options: Any,
 ) -> None:  # fmt: skip
-    """Make a picture of PROMPT with BUNDLE; the seed's noise is PyTorch's own."""
+    """Make a picture of PROMPT with BUNDLE.
+
+    The noise of a seed is PyTorch's own. The path of each picture is printed on stdout, and each
+    file stores the settings that made it.
+    """
     _quiet()
+    if prompt is None and prompts is None and options["like"] is None:
+        raise click.UsageError("give a PROMPT, --prompts FILE or --like PICTURE")
+    if prompt is not None and prompts is not None:
+        raise click.UsageError("give a PROMPT or --prompts FILE, not both")
+    if len(seeds) > 1 and options["count"] != 1:
+        raise click.UsageError("--count counts up from one --seed: give one of the two")
     from .runtime.denoise import LoopSettings
     from .runtime.finite import NotFinite
     from .runtime.generation import generate as run
 
+    asked = prompt if prompts is None else _lines(prompts)
+    each = len(asked) if isinstance(asked, list) else 1
     width, height = size or (None, None)
+    seed = list(seeds) * each if len(seeds) > 1 else next(iter(seeds), None)
     names = ("evaluate_every", "clear_cache_every", "check")
     options["loop"] = LoopSettings(**{name: options.pop(name) for name in names})
-    options |= {"dtype": dtype, "width": width, "height": height}
+    options |= {"prompt": asked, "seed": seed, "width": width, "height": height}
     try:
-        report = run(bundle, prompt, out, **options)
+        report = run(bundle, out, progress=verbose or not as_json, **options)
     except NotFinite as error:
         raise NotFinite(f"{error}; --no-check makes the picture anyway") from None
     _emit(as_json, report.as_json(), report.as_text(), report.notes(verbose))

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ from PIL import Image
 
 from mlxconv.cli import cli
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.families import FAMILIES
 from mlxconv.runtime.generation import PHASES
 from mlxconv.runtime.pipeline import Pipeline, load
 
@@ -105,6 +107,27 @@ def test_what_cannot_be_made_is_refused(pipe: Pipeline, wrong: dict[str, Any], s
         pipe(PROMPT, **{**SIZE, "tokens": TOKENS, **wrong})
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "vae", "transformer", "size"),
+    [
+        ("FluxPipeline", {"sample_size": 64}, {"guidance_embeds": False}, 64),  # the demo's
+        ("FluxPipeline", {"sample_size": 1024}, {"guidance_embeds": True}, 1024),
+        ("FluxPipeline", {"sample_size": 32}, {"guidance_embeds": True}, 1024),  # the class's
+        ("ChromaPipeline", {"sample_size": 500}, {}, 496),
+        ("Flux2Pipeline", {"sample_size": 4096}, {}, 1024),
+        ("ZImagePipeline", {}, {}, 1024),
+        ("SanaPipeline", {}, {"sample_size": 16}, 512),
+    ],
+)
+def test_the_default_size_is_the_checkpoint_s_own(
+    pipeline: str, vae: dict[str, int], transformer: dict[str, Any], size: int
+) -> None:
+    configs = {"vae": {"block_out_channels": [8] * 4, **vae}, "transformer": transformer}
+    parts: Any = SimpleNamespace(config=configs.get, index={})
+    own = FAMILIES[pipeline].defaults(parts)
+    assert (own.width, own.height) == (size, size)
+
+
 def test_a_single_component_has_no_family(flux_bundle: Bundles) -> None:
     with pytest.raises(MlxconvError, match="a single component yet, only for FluxPipeline"):
         load(flux_bundle("fp32"))
@@ -153,6 +176,9 @@ def test_a_table_tells_each_phase(pipeline_bundle: Bundles, tmp_path: Path) -> N
     done = CliRunner().invoke(cli, [*command, "--size", "48x32", "--steps", "3", "--tokens", "16"])
     assert done.stdout == f"{out}\n"
     lines = done.stderr.splitlines()
+    assert "FluxPipeline, 4bit weights in float32, 48x32, 3 steps, seed " in lines[0]
+    progress = [line.split(",")[0] for line in lines[1:5]]
+    assert progress[::2] == ["encode: 1/1", "steps: 3/3"]
     head = next(number for number, line in enumerate(lines) if line.startswith("phase"))
     table = {line[:12].strip(): line[12:].split() for line in lines[head + 1 : -2]}
     names = [phase.replace("_", " ") for phase in PHASES if phase not in ("warmup", "preview")]
