@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import socket
+import stat
 import sys
 import zlib
 from collections.abc import Iterator
@@ -100,6 +101,7 @@ def put_in_place(partial: Path, out: Path, force: bool) -> None:
     old = out.parent / f".{out.name}.replaced-{partial.name.rpartition('.partial-')[2]}"
     made = False
     try:
+        _even_modes(partial)
         if force and out.exists():
             check_target(out, force)  # it may have become another folder since
             out.rename(old)
@@ -122,6 +124,17 @@ def put_in_place(partial: Path, out: Path, force: bool) -> None:
             raise MlxconvError(f"{out}: cannot be put in place: {error}") from error
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _even_modes(folder: Path) -> None:
+    """Give all files the permissions of new ones: copies have those of the source."""
+    wanted = folder.stat().st_mode & 0o777
+    for path in folder.rglob("*"):
+        mode = path.lstat().st_mode
+        new = (mode & ~0o777) | (wanted if stat.S_ISDIR(mode) else wanted & 0o666)
+        if new != mode and not stat.S_ISLNK(mode):
+            with suppress(PermissionError):  # a file system without them
+                path.chmod(stat.S_IMODE(new))
 
 
 def _make_parents(folder: Path) -> list[Path]:

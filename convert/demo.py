@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.files import format_bytes
 from mlxconv.runtime.pipeline import load
 
 from .conversion import convert
 from .parity import verify
-from .report import human_bytes
 from .shapes import CHECKPOINT
 from .shapes.accuracy import STEPS, by_diffusers, by_mlx, is_right
 from .shapes.pictures import Scene, held_out_scenes
@@ -92,7 +92,7 @@ class DemoReport:
             f"{self.prompts} prompts that it was not trained on, {STEPS} steps each",
             f"{'':<16}{'size':>9}{'bits':>7}{'rel_l2':>9}{'run':>9}{'PSNR':>10}{'right':>9}"
             f"{'convert':>9}{'step':>9}",
-            f"{'diffusers fp32':<16}{human_bytes(self.source_bytes):>9}{'':>35}"
+            f"{'diffusers fp32':<16}{format_bytes(self.source_bytes):>9}{'':>35}"
             f"{f'{self.reference_right}/{self.prompts}':>9}",
             *(self._line(row) for row in self.rows),
             "size: of all components. bits: a weight of the transformer. rel_l2: its forward",
@@ -107,7 +107,7 @@ class DemoReport:
     def _line(self, row: DemoRow) -> str:
         run = "-" if row.runtime_rel_l2 is None else f"{row.runtime_rel_l2:.1e}"
         return (
-            f"{f'mlx {row.q}':<16}{human_bytes(row.bytes):>9}{row.bits_per_weight:>7.2f}"
+            f"{f'mlx {row.q}':<16}{format_bytes(row.bytes):>9}{row.bits_per_weight:>7.2f}"
             f"{row.rel_l2:>9.1e}{run:>9}{f'{row.psnr_db:.1f} dB':>10}"
             f"{f'{row.right}/{row.prompts}':>9}"
             f"{row.convert_seconds:>8.1f}s{row.step_seconds * 1000:>7.1f}ms"
@@ -142,7 +142,7 @@ def demo(
         columns.append(Column(f"mlx {q}", _figures(row), made, right_now))
     picture = folder / "demo.png"
     size = 4 * rows[0].parameters
-    columns[0].figures[:] = [human_bytes(size), "reference", f"{sum(right)}/{prompts} right"]
+    columns[0].figures[:] = [format_bytes(size), "reference", f"{sum(right)}/{prompts} right"]
     draw_sheet([scene.caption for scene in scenes[:_SHOWN]], columns, _LABELS, picture)
     return DemoReport(str(folder), str(picture), str(CHECKPOINT), size, prompts, sum(right), rows)
 
@@ -175,4 +175,4 @@ def _psnr(a: Array, b: Array) -> float:
 
 
 def _figures(row: DemoRow) -> list[str]:
-    return [human_bytes(row.bytes), f"{row.psnr_db:.1f} dB", f"{row.right}/{row.prompts} right"]
+    return [format_bytes(row.bytes), f"{row.psnr_db:.1f} dB", f"{row.right}/{row.prompts} right"]

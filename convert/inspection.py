@@ -10,6 +10,7 @@ from typing import Any
 
 from mlxconv.runtime.bundle import is_bundle, open_bundle, read_json
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.files import format_bytes
 from mlxconv.runtime.hub.bundles import is_hub_bundle
 from mlxconv.runtime.hub.download import open_remote
 from mlxconv.runtime.hub.names import hub_name
@@ -19,7 +20,7 @@ from mlxconv.runtime.weights import INDEX_FILE, Specs
 from .audit import bundle_tensors
 from .checkpoint import Checkpoint, open_checkpoint, open_component
 from .hub_source import Asked, bundle_outline, opened_remote, shown_name
-from .report import human_bytes, human_count
+from .report import human_count
 from .safetensors_io import StoredTensor
 
 
@@ -91,7 +92,7 @@ class Inspection:
             dtypes = ", ".join(f"{k} {human_count(v)}" for k, v in held.dtypes.items())
             lines.append(
                 f"{name:<18}{held.class_name:<32}{human_count(held.parameters):>10}"
-                f"{human_bytes(held.bytes):>11}{held.bits_per_weight:>7.2f}  {dtypes}"
+                f"{format_bytes(held.bytes):>11}{held.bits_per_weight:>7.2f}  {dtypes}"
             )
             if held.quantized:
                 lines.append(f"{'':<18}{held.quantized} matrices quantized, {len(held.kept)} kept")

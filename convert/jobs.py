@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.files import format_bytes
 from mlxconv.runtime.program import Parameter, to_json
 
 from .bundle_files import refuse_nested
@@ -32,7 +33,6 @@ from .quantization import (
     parse_precision,
 )
 from .recipe import Recipe, load_recipe, parse_recipe, recipe_names
-from .report import human_bytes
 
 # What `target_size` chooses from, the most precise first.
 BY_PRECISION = ("bf16", "8bit", "6bit", "5bit", "4bit", "3bit", "2bit")
@@ -331,7 +331,7 @@ def _fit(run: Run, jobs: dict[str, Job], gigabytes: float) -> dict[str, Job]:
         if sizes[q] <= gigabytes * 1e9:
             run.options = options
             return planned
-    listed = ", ".join(f"{q} {human_bytes(size)}" for q, size in sizes.items())
+    listed = ", ".join(f"{q} {format_bytes(size)}" for q, size in sizes.items())
     raise MlxconvError(
         f"{run.checkpoint.path}: no precision fits --target-size {gigabytes:g} GB: {listed}; "
         "text encoders and VAE count too (--text-encoder-q, --vae-q)"

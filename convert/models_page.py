@@ -84,14 +84,15 @@ def _number(rows: Iterable[Mapping[str, Any]], q: str, key: str) -> str:
 
 def _real(models: Iterable[Supported]) -> list[str]:
     rows = [
-        "| model | class | parameters | wall s | CPU s | peak GiB | program KB | read by: prompt | "
+        "| model | class | parameters | wall s | CPU s | peak GB | program KB | read by: prompt | "
         "schedule | step |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in (row for m in models for row in m.real):
         stages = row["stages"]
         shares = " | ".join(f"{stages[s]:.1%}" for s in ("prompt", "schedule", "step"))
-        figures = [row[key] for key in ("seconds", "cpu_seconds", "peak_gib", "json_kb")]
+        peak = f"{row['peak_gib'] * 2**30 / 1e9:.2f}"
+        figures = [row["seconds"], row["cpu_seconds"], peak, row["json_kb"]]
         size = f"{row['parameters'] / 1e9:.2f} B"
         cells = [row["name"], row["class_name"], size, *map(str, figures), shares]
         rows.append(f"| {' | '.join(cells)} |")

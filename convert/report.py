@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlxconv.runtime.files import format_bytes
+
 
 @dataclass
 class ComponentReport:
@@ -85,8 +87,8 @@ class ConvertReport:
         lines += [f"warning: {text}" for text in self.warnings]
         if self.download is not None:
             lines.append(_download_line(self.source, self.revision, self.download))
-        gigabytes = self.peak_rss_bytes / 2**30
-        lines.append(f"{self.bundle}: {self.seconds:.1f} s, peak memory {gigabytes:.2f} GiB")
+        peak = format_bytes(self.peak_rss_bytes)
+        lines.append(f"{self.bundle}: {self.seconds:.1f} s, peak memory {peak}")
         return "\n".join(lines)
 
 
@@ -110,19 +112,10 @@ def grouped_kept(kept: Iterable[Mapping[str, str]]) -> list[dict[str, Any]]:
 def _download_line(source: str, revision: str | None, download: dict[str, Any]) -> str:
     fits = "" if download["to_fetch"] <= download["free"] else ", which is NOT enough"
     return (
-        f"{source}@{(revision or '')[:7]}: {human_bytes(download['bytes'])} of weights in "
-        f"{download['files']} files, {human_bytes(download['to_fetch'])} to download; "
-        f"{human_bytes(download['free'])} free in {download['cache']}{fits}"
+        f"{source}@{(revision or '')[:7]}: {format_bytes(download['bytes'])} of weights in "
+        f"{download['files']} files, {format_bytes(download['to_fetch'])} to download; "
+        f"{format_bytes(download['free'])} free in {download['cache']}{fits}"
     )
-
-
-def human_bytes(count: float) -> str:
-    """1234567 -> 1.2 MB (powers of 1000)."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
 
 
 def human_count(count: float) -> str:
@@ -141,7 +134,7 @@ def _row(name: str, part: ComponentReport) -> str:
     bits = f"{part.bits_per_weight:.2f}" if part.bits_per_weight else "-"
     return (
         f"{name:<18}{part.class_name:<32}{human_count(part.parameters):>10}"
-        f"{human_bytes(part.bytes_in):>10}{human_bytes(part.bytes_out):>10}{bits:>7}  {program}"
+        f"{format_bytes(part.bytes_in):>10}{format_bytes(part.bytes_out):>10}{bits:>7}  {program}"
     )
 
 

@@ -23,7 +23,7 @@ from PIL import Image
 
 from mlxconv.runtime.bundle import Bundle
 from mlxconv.runtime.errors import MlxconvError
-from mlxconv.runtime.files import whole
+from mlxconv.runtime.files import format_bytes, whole
 from mlxconv.runtime.measuring.machine import described
 
 from .bundle_files import versions
@@ -31,7 +31,7 @@ from .checkpoint import Checkpoint
 from .comparison import Array, Row
 from .inspection import inspect
 from .plots import Point, Series, log_plot
-from .report import human_bytes, human_count
+from .report import human_count
 
 if TYPE_CHECKING:
     from .parity import ParityReport
@@ -190,7 +190,7 @@ def _key(report: ParityReport, components: Sequence[dict[str, Any]]) -> str:
         shown = f"{use:.0f} %" if use >= 10 else f"{use:.1g} %"
         facts.append(("Nearest to its limit", shown, f"{nearest.component}, {nearest.name}"))
     source, bundle = (sum(c[side] for c in components) for side in ("source", "bundle"))
-    told = f"{human_bytes(source)} → {human_bytes(bundle)}"
+    told = f"{format_bytes(source)} → {format_bytes(bundle)}"
     facts.append(("Weights", _share(bundle, source) + " of their size", told))
     rows = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(of)}</small></dd></div>"
@@ -454,9 +454,9 @@ def _sizes(components: Sequence[dict[str, Any]]) -> str:
     rows = []
     for part in components:
         quantized = f"{part['quantized']} matrices" if part["quantized"] else "–"
-        source = human_bytes(part["source"]) if part["source"] else "–"
+        source = format_bytes(part["source"]) if part["source"] else "–"
         figures = [
-            human_count(part["parameters"]), source, human_bytes(part["bundle"]),
+            human_count(part["parameters"]), source, format_bytes(part["bundle"]),
             _share(part["bundle"], part["source"]), f"{part['bits']:.2f}",
         ]  # fmt: skip
         cells = "".join(f'<td class="n">{figure}</td>' for figure in figures)
@@ -468,7 +468,7 @@ def _sizes(components: Sequence[dict[str, Any]]) -> str:
     source, bundle = (sum(part[side] for part in components) for side in ("source", "bundle"))
     parameters = sum(part["parameters"] for part in components)
     totals = [
-        human_count(parameters), human_bytes(source), human_bytes(bundle), _share(bundle, source),
+        human_count(parameters), format_bytes(source), format_bytes(bundle), _share(bundle, source),
         f"{8 * bundle / max(1, parameters):.2f}",
     ]  # fmt: skip
     cells = "".join(f'<td class="n">{figure}</td>' for figure in totals)

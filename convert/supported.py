@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+from mlxconv.runtime.errors import MlxconvError
+
 from .real_size import read_rows
 from .recipe import Recipe, all_recipes
+from .report import human_count
 
 FIGURES = "parity.json"  # beside the recipes; written by `python -m mlxconv.convert.measure`
 
@@ -71,6 +75,8 @@ class SupportedModels:
             shown = "".join(f"{c:>10.1e}" if c is not None else f"{'-':>10}" for c in cells)
             lines.append(f"{m.class_name:<32}{shown}  {', '.join(m.pipelines[:3])}")
         lines.append("'4bit' is the quantization error; '4bit run' the runtime's own error.")
+        if len(self.models) == 1:
+            lines += ["", *_details(self.models[0])]
         return "\n".join(lines)
 
 
@@ -84,27 +90,61 @@ def kind_of(recipe: Recipe) -> str:
     return "adapter" if "ControlNet" in named or "Adapter" in named else "denoiser"
 
 
+def _details(model: Supported) -> list[str]:
+    """All that is known about one class."""
+    lines = [f"kind: {model.kind}", f"recipe: {model.recipe}"]
+    lines += [f"pipelines: {', '.join(model.pipelines)}"] if model.pipelines else []
+    lines += [f"stays precise: {', '.join(model.keep)}"] if model.keep else []
+    for row in model.parity:
+        figures = [f"rel_l2 {row['rel_l2']:.1e}"] if row["rel_l2"] is not None else []
+        figures += [f"run {row['runtime']:.1e}"] if row["runtime"] is not None else []
+        verdict = "passed" if row["passed"] else f"FAILED {row['problem']}".strip()
+        label = f"{row['q']} {row['variant']}".strip()
+        lines.append(f"{label}: {', '.join([*figures, verdict])}")
+    lines += [f"{row['name']}: {human_count(row['parameters'])} parameters" for row in model.real]
+    return lines
+
+
 def _worst(rows: Sequence[dict[str, Any]], q: str, key: str) -> float | None:
     values = [row[key] for row in rows if row["q"] == q and row[key] is not None]
     return max(values) if values else None
 
 
-def supported_models() -> SupportedModels:
-    """Recipes of this installation with the figures that were measured for them."""
+def supported_models(name: str | None = None) -> SupportedModels:
+    """Recipes of this installation with the figures that were measured for them.
+
+    name: only classes that have this in their name or a pipeline's; MlxconvError if none has.
+    """
     figures = files("mlxconv").joinpath("recipes", FIGURES)
     data = json.loads(figures.read_text(encoding="utf-8")) if figures.is_file() else {}
     rows: list[dict[str, Any]] = data.get("rows", [])
     real = read_rows()
     models = [
         Supported(
-            name,
-            f"recipes/{name}.toml",
+            class_name,
+            f"recipes/{class_name}.toml",
             tuple(recipe.pipelines),
-            [row for row in rows if row["class_name"] == name],
+            [row for row in rows if row["class_name"] == class_name],
             kind_of(recipe),
             recipe.precision.keep,
-            tuple(row for row in real if row["class_name"] == name),
+            tuple(row for row in real if row["class_name"] == class_name),
         )
-        for name, recipe in sorted(all_recipes().items())
+        for class_name, recipe in sorted(all_recipes().items())
     ]
-    return SupportedModels(models, data.get("versions", {}))
+    return SupportedModels(_named(models, name) if name else models, data.get("versions", {}))
+
+
+def _named(models: Sequence[Supported], name: str) -> list[Supported]:
+    """The class of that name alone, else those that have it as a part."""
+    exact = [m for m in models if m.class_name.lower() == name.lower()]
+    found = exact or [
+        m for m in models if any(name.lower() in n.lower() for n in (m.class_name, *m.pipelines))
+    ]
+    if not found:
+        near = difflib.get_close_matches(name, [m.class_name for m in models], 3, 0.4)
+        hint = f" (close: {', '.join(near)})" if near else ""
+        raise MlxconvError(
+            f"no supported class or pipeline has {name!r} in its name{hint}; derive a recipe with "
+            "`mlxconv recipe new CLASS`"
+        )
+    return found

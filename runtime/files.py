@@ -30,6 +30,15 @@ def whole(file: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def format_bytes(count: float) -> str:
+    """1234567 -> 1.2 MB, in powers of 1000; from a gigabyte on with two decimals."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"
+
+
 def read_text(path: Path) -> str:
     """A text file of at most MAX_TEXT bytes. MlxconvError names it, and what is wrong."""
     try:

@@ -13,9 +13,10 @@ from PIL import Image
 from tqdm import tqdm
 
 from .denoise import Progress
+from .files import format_bytes
 from .measuring.machine import described, peak_rss_bytes
 from .options import Options
-from .phases import Listener, phase_table, told_bytes
+from .phases import Listener, phase_table
 from .picture_files import (
     again,
     check_target,
@@ -69,13 +70,13 @@ class GenerateReport:
         """What to know of the pictures, time and memory; verbose: of each phase."""
         data = self.as_json()
         seconds, held = data["seconds"], data["resident_weight_bytes"]
-        process, step = told_bytes(data["peak_bytes"]["rss"]), seconds["step_median"]
+        process, step = format_bytes(data["peak_bytes"]["rss"]), seconds["step_median"]
         lines = list(self.made.notes)
         if verbose:
             lines += phase_table(PHASES, seconds, self.made.peak_bytes, seconds["total"])
             lines.append(
-                f"weights of the denoiser: {told_bytes(held['loop'])} of "
-                f"{told_bytes(held['prepare'])} in the loop"
+                f"weights of the denoiser: {format_bytes(held['loop'])} of "
+                f"{format_bytes(held['prepare'])} in the loop"
             )
         figures = f"{seconds['total']:.1f} s, a step {step:.2f} s; peak memory {process}"
         return "\n".join([*lines, figures])

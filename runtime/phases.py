@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from .files import format_bytes
 from .interrupts import check_interrupt
 
 # Told a phase's name, how many of its parts are done, and how many there are.
@@ -67,16 +68,11 @@ def phase_table(
     spent = {name: seconds[name] for name in names if name in seconds}
     lines += [
         f"{name.replace('_', ' '):12}{value:10.3f}{value / total:8.1%}"
-        f"{told_bytes(peak_bytes[name]) if name in peak_bytes else '':>12}".rstrip()
+        f"{format_bytes(peak_bytes[name]) if name in peak_bytes else '':>12}".rstrip()
         for name, value in spent.items()
     ]
     other = total - sum(spent.values())
     if other > 0.001 * total:
         lines.append(f"{'other':12}{other:10.3f}{other / total:8.1%}")
-    most = told_bytes(max(peak_bytes.values()))
+    most = format_bytes(max(peak_bytes.values()))
     return [*lines, f"{'total':12}{total:10.3f}{1:8.1%}{most:>12}"]
-
-
-def told_bytes(count: int) -> str:
-    """`1.25 GB`, `7.3 MB`."""
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -147,7 +147,7 @@ class Pipeline:
         checkpoint's, or a name as `DPM++ 2M Karras`, see `with_class`. sigmas, timesteps: noise
         levels of a schedule of one's own. decoder: `tiny`, or the path of a converted autoencoder,
         instead of the VAE. tile: large pictures are decoded in strips of rows: `auto`, `off`, or
-        how many MiB each may need. preview: shown the pictures that steps predict, by `decoder` or
+        how many MB each may need. preview: shown the pictures that steps predict, by `decoder` or
         a linear map, in at most a fifth of the time. embeddings, negative_embeddings: instead of
         prompts, arrays by the names of `pipeline.family.embeddings`. conditioning: SDXL's
         `original_size`, `target_size` and `crops_coords_top_left`, as in diffusers. callback: after

@@ -20,7 +20,7 @@ from .oplib.products import attention
 from .program import Body
 from .strips import RULES, Strips, cut, evaluate, evenly, flat, whole
 
-DEFAULT_WORK = 256 * 2**20  # bytes that one strip of one convolution may need
+DEFAULT_WORK = 256_000_000  # bytes that one strip of one convolution may need
 
 
 class StripExecutor(Executor):
@@ -129,9 +129,9 @@ def in_strips(component: LoadedComponent, work: int) -> Iterator[StripExecutor |
 
 
 def work_of(tile: str | int) -> int:
-    """Bytes that a strip may need: by `auto`, `off` (0), or a number of MiB."""
+    """Bytes that a strip may need: by `auto`, `off` (0), or a number of MB."""
     if tile in ("auto", "off"):
         return DEFAULT_WORK if tile == "auto" else 0
     if not str(tile).isdecimal() or not int(tile):
-        raise MlxconvError(f"tile is {tile!r}: auto, off, or a number of MiB, at least 1")
-    return int(tile) * 2**20
+        raise MlxconvError(f"tile is {tile!r}: auto, off, or a number of MB, at least 1")
+    return int(tile) * 1_000_000

@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -28,6 +30,7 @@ ROW = {
     "reference", "passed",
 }  # fmt: skip
 
+README = Path(__file__).parent.parent / "README.md"
 MAIN = "from mlxconv.cli import main; main()"
 
 
@@ -136,6 +139,76 @@ def test_results_go_to_stdout_and_progress_to_stderr(
         assert (progress in err and progress not in out) if progress else err == ""
 
 
+def test_models_of_a_name_are_shown_and_a_single_one_in_full() -> None:
+    assert [m["class"] for m in result_of("models", "fluxTransformer2Dmodel")["models"]] == [
+        "FluxTransformer2DModel"
+    ]
+    several = [m["class"] for m in result_of("models", "FluxPipeline")["models"]]
+    assert "FluxTransformer2DModel" in several and "T5EncoderModel" in several
+    assert "WanTransformer3DModel" not in several
+    shown = CliRunner().invoke(cli, ["models", "FluxTransformer2DModel"]).stdout
+    assert "recipe: recipes/FluxTransformer2DModel.toml" in shown
+    assert "stays precise: x_embedder" in shown
+    unknown = CliRunner().invoke(cli, ["models", "FluxTransfomer"])
+    assert unknown.exit_code == 1
+    assert "(close: FluxTransformer2DModel" in str(unknown.exception)
+
+
+def commands(group: click.Group = cli) -> Iterator[click.Command]:
+    for command in group.commands.values():
+        yield from commands(command) if isinstance(command, click.Group) else [command]
+
+
+def test_every_command_can_be_quiet(flux_checkpoint: Path, tmp_path: Path) -> None:
+    for command in commands():
+        assert "quiet" in {parameter.name for parameter in command.params}, command.name
+    line = ["convert", str(flux_checkpoint), "-o", str(tmp_path / "out"), "--quiet"]
+    result = CliRunner().invoke(cli, line, catch_exceptions=False)
+    assert result.stderr == "" and f"{tmp_path / 'out'}: " in result.stdout
+    failed = run("verify", tmp_path / "absent", "--against", flux_checkpoint, "--quiet")
+    assert failed.returncode == 1 and failed.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"), ("float32", "float32")],
+)
+def test_a_dtype_has_a_short_name_too(given: str, meant: str) -> None:
+    for command in commands():
+        for option in command.params:
+            if option.name in ("dtype", "vae_dtype"):
+                assert option.type.convert(given, option, None) == meant
+
+
+def test_libraries_draw_no_bars_in_a_pipe() -> None:
+    code = """
+from mlxconv.cli import _quiet
+_quiet()
+from diffusers.utils import logging as diffusers_logging
+from transformers.utils import logging as transformers_logging
+from huggingface_hub.utils import tqdm
+for bar in (diffusers_logging.tqdm, transformers_logging.tqdm, tqdm):
+    assert list(bar(range(3))) == [0, 1, 2]
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_the_completion_that_the_readme_shows_completes() -> None:
+    assert 'eval "$(_MLXCONV_COMPLETE=zsh_source mlxconv)"' in README.read_text()
+    script = "import sys; sys.argv[0] = 'mlxconv'; " + MAIN
+    for variables, printed in (
+        ({"_MLXCONV_COMPLETE": "zsh_source"}, "compdef"),
+        ({"_MLXCONV_COMPLETE": "bash_complete", "COMP_WORDS": "mlxconv conv", "COMP_CWORD": "1"},
+         "plain,convert"),
+    ):  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=os.environ | variables, capture_output=True,
+            text=True, check=False,
+        )  # fmt: skip
+        assert printed in done.stdout, done.stderr
+
+
 def test_a_reader_that_goes_away_ends_a_command_quietly() -> None:
     line = f"{sys.executable} -c '{MAIN}' models | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
@@ -207,7 +280,7 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
 def test_what_nobody_expected_is_one_line_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail() -> None:
+    def fail(name: str | None) -> None:
         raise RuntimeError("first line\nsecond line")
 
     monkeypatch.setattr("mlxconv.convert.supported.supported_models", fail)
@@ -220,7 +293,7 @@ def test_what_nobody_expected_is_one_line_too(
 def test_a_missing_extra_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail() -> None:
+    def fail(name: str | None) -> None:
         raise ModuleNotFoundError("No module named 'diffusers'", name="diffusers")
 
     monkeypatch.setattr("mlxconv.convert.supported.supported_models", fail)

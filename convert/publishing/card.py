@@ -12,9 +12,10 @@ from urllib.parse import quote
 import yaml
 
 from mlxconv.runtime.bundle import read_json
+from mlxconv.runtime.files import format_bytes
 
 from ..inspection import Held
-from ..report import human_bytes, human_count
+from ..report import human_count
 from .card_facts import CardFacts, Sample
 from .licence import NOTICE_FILE
 from .listing import PICTURE_FILE
@@ -107,8 +108,8 @@ def _sizes(facts: CardFacts) -> str:
     parts = facts.manifest["components"]
     before = [part.get("source_bytes") for part in parts.values()]
     if facts.manifest.get("copied") or any(b is None for b in before):
-        return f"{human_bytes(size)} of weights"
-    return f"{human_bytes(size)} of weights, from {human_bytes(sum(before))}"
+        return f"{format_bytes(size)} of weights"
+    return f"{format_bytes(size)} of weights, from {format_bytes(sum(before))}"
 
 
 def _caption(sample: Sample) -> str:
@@ -126,12 +127,12 @@ def _components(facts: CardFacts) -> str:
         runs = "yes" if part and part["program"] else "no"
         rows.append(
             (_code(name), _code(held.class_name), human_count(held.parameters), stored,
-             f"{held.bits_per_weight:.2f}", human_bytes(held.bytes), runs)
+             f"{held.bits_per_weight:.2f}", format_bytes(held.bytes), runs)
         )  # fmt: skip
     total = sum(held.bytes for held in facts.held.values())
     count = sum(held.parameters for held in facts.held.values())
     rows.append(("**all**", "", human_count(count), "", f"{8 * total / max(1, count):.2f}",
-                 human_bytes(total), ""))  # fmt: skip
+                 format_bytes(total), ""))  # fmt: skip
     head = ("component", "class", "parameters", "stored as", "bits per weight", "size", "program")
     return "\n\n".join(
         [

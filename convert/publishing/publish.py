@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from mlxconv.runtime.bundle import MANIFEST, Bundle, open_bundle
 from mlxconv.runtime.errors import MlxconvError
-from mlxconv.runtime.files import whole
+from mlxconv.runtime.files import format_bytes, whole
 from mlxconv.runtime.hub.download import open_remote
 from mlxconv.runtime.hub.names import HubName
 
 from ..bundle_files import write_json
-from ..report import human_bytes
 from .card import MARK, make_card
 from .card_facts import card_facts, read_sample
 from .licence import NOTICE_FILE, Given, Licence, licence_of, notice_text
@@ -99,16 +98,16 @@ class UploadReport:
         data = self.as_json()
         lines = []
         if self.sent is None:
-            lines += [f"{human_bytes(f['bytes']):>10}  {f['path']}" for f in data["files"]]
+            lines += [f"{format_bytes(f['bytes']):>10}  {f['path']}" for f in data["files"]]
         lines += [f"    delete  {path}" for path in self.deleted]
         lines += [f"  left out  {path}" for path in self.listing.left_out]
         lines.append(f"card: {self.card}")
-        total = f"{len(self.listing.files)} files, {human_bytes(self.listing.nbytes)}"
+        total = f"{len(self.listing.files)} files, {format_bytes(self.listing.nbytes)}"
         if self.sent is None:
             there = "" if self.destination else ", which would be created"
             lines.append(f"dry run, nothing was sent: {total} to {self.wishes.repo}{there}")
         else:
-            changed = f"{len(data['changed'])} sent, {human_bytes(data['changed_bytes'])}"
+            changed = f"{len(data['changed'])} sent, {format_bytes(data['changed_bytes'])}"
             lines.append(f"{total}: every checksum on the Hub is that of the file here; {changed}")
             lines.append(f"published: {data['url']} at commit {data['commit'][:12]}")
         return "\n".join(lines)

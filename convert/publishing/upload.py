@@ -14,10 +14,10 @@ from typing import Any
 
 from mlxconv.runtime.bundle import MANIFEST
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.files import format_bytes
 from mlxconv.runtime.hub.download import RemoteFile
 from mlxconv.runtime.hub.errors import explain, is_transient
 
-from ..report import human_bytes
 from .listing import Listing, LocalFile
 from .preflight import OUR_WEIGHTS, Destination, refuse_foreign
 from .source_card import CARD_FILE
@@ -190,6 +190,6 @@ def _committed(destination: Destination, listing: Listing) -> str:
     whole = "" if MANIFEST in state.remote else f", no {MANIFEST}, so it is no bundle yet"
     return (
         f"not published: {len(state.there)} of {len(listing.files)} files "
-        f"({human_bytes(have)} of {human_bytes(listing.nbytes)}) are committed, at commit "
+        f"({format_bytes(have)} of {format_bytes(listing.nbytes)}) are committed, at commit "
         f"{state.commit[:12]}{whole}; {again}"
     )

@@ -1,4 +1,4 @@
-"""What a user calls a repository of the Hub: `org/name`, `hf://...`, or the address of its page."""
+"""Names of Hub repositories: `org/name[@revision]`, `hf://...`, or the address of a page."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from urllib.parse import unquote, urlsplit
 from ..errors import MlxconvError
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_ID_AT = re.compile(_ID.pattern + "@")
 _HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 _OTHER_KINDS = ("datasets", "spaces", "buckets", "collections", "papers")
-_EXPECTED = "expected ORG/NAME, hf://ORG/NAME[@REVISION][/FOLDER] or the address of its page"
+_EXPECTED = (
+    "expected ORG/NAME[@REVISION], hf://ORG/NAME[@REVISION][/FOLDER] or the address of its page"
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ def hub_name(source: str | Path) -> HubName | None:
     """The repository that is meant, or None where `source` is a path.
 
     A path that exists always wins; `Path` objects and strings that begin with `.`, `/` or `~`, or
-    have more than one slash, are never repositories. MlxconvError for addresses of other things.
+    have more than one slash and no revision, are never repositories. MlxconvError for addresses of
+    other things.
     """
     if isinstance(source, Path):
         return None
@@ -52,14 +56,15 @@ def hub_name(source: str | Path) -> HubName | None:
         return _from_uri(source)
     if re.match(r"https?://", source):
         return _from_address(source)
-    if not _ID.fullmatch(source) or Path(source).exists():
+    at = _ID_AT.match(source)
+    if not (at or _ID.fullmatch(source)) or Path(source).exists():
         return None
     if Path(source).parent.is_dir():
         raise MlxconvError(
             f"{source}: no such folder in {Path(source).parent}; the Hub's repository of that "
             f"name is hf://{source}"
         )
-    return _checked(source, HubName(source))
+    return _from_uri(f"hf://{source}") if at else _checked(source, HubName(source))
 
 
 def _from_uri(source: str) -> HubName:

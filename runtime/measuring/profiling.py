@@ -22,8 +22,9 @@ from ..bundle import LoadedComponent, is_bundle, load_component, open_bundle
 from ..denoise import LoopSettings, denoise
 from ..errors import MlxconvError
 from ..executor import observed
+from ..files import format_bytes
 from ..finite import HALF_MAX, floats, largest_of
-from ..phases import Phases, phase_table, told_bytes
+from ..phases import Phases, phase_table
 from ..program import Node
 from ..schedulers import make_schedule, scheduler_of
 from ..staging import Staged
@@ -318,8 +319,8 @@ def _phase_lines(found: dict[str, Any]) -> list[str]:
     seconds, held = found["seconds"], found["resident_weight_bytes"]
     return [
         *phase_table(PHASES, seconds, found["peak_bytes"], seconds["total"]),
-        f"weights of the denoiser: {told_bytes(held['loop'])} of {told_bytes(held['prepare'])} in "
-        "the loop",
+        f"weights of the denoiser: {format_bytes(held['loop'])} of "
+        f"{format_bytes(held['prepare'])} in the loop",
     ]
 
 

@@ -11,9 +11,10 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, ClassVar, NoReturn, TextIO
 
 import click
 
@@ -58,13 +59,22 @@ def _command_line() -> str:
 
 def _common(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options that every command has."""
+
+    @wraps(command)
+    def run(quiet: bool, **options: Any) -> Any:
+        if not quiet:
+            return command(**options)
+        with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):
+            return command(**options)
+
     for option in (
         click.option("--debug", is_flag=True, help="Show the traceback of a failure."),
+        click.option("--quiet", is_flag=True, help="Print results and errors only."),
         click.option("-v", "--verbose", is_flag=True, help="Say what is being done."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout."),
     ):
-        command = option(command)
-    return command
+        run = option(run)
+    return run
 
 
 def _publishing(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,7 +103,7 @@ def _wishes(repo: str, publishing: dict[str, Any], as_json: bool, **more: Any) -
     from .convert.publishing.licence import Given
     from .convert.publishing.publish import Wishes
 
-    if as_json or not sys.stderr.isatty():
+    if as_json:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     given = Given(*(publishing[f"license_{part}"] for part in ("id", "name", "link")))
     base_model = publishing["base_model"]
@@ -111,6 +121,22 @@ class _Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
         if not (cross and width.isdigit() and height.isdigit() and int(width) and int(height)):
             self.fail(f"{value!r} is not WIDTHxHEIGHT in pixels, such as 1024x768", param, ctx)
         return int(width), int(height)
+
+
+class _Float(click.Choice):  # type: ignore[type-arg]
+    short: ClassVar = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+    def __init__(self) -> None:
+        super().__init__([*self.short, *self.short.values()])
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> str:
+        """`bf16` -> bfloat16."""
+        chosen = str(super().convert(value, param, ctx))
+        return self.short.get(chosen, chosen)
+
+    def get_metavar(self, param: Any, ctx: Any = None) -> str:
+        """The short names alone."""
+        return f"[{'|'.join(self.short)}]"
 
 
 class _Setting(click.ParamType):  # type: ignore[type-arg]
@@ -137,8 +163,8 @@ def cli() -> None:
 @click.option("-o", "--out", type=click.Path(path_type=Path),
               help="Bundle to write. [default: the name in --upload-repo]")  # fmt: skip
 @click.option("--q", "q", default="bf16", show_default=True, metavar="PRECISION",
-              help="fp32, bf16, fp16, 8bit, 6bit, 5bit, 4bit, 3bit, 2bit, mxfp8, mxfp4, nvfp4, "
-              "or a policy FILE.toml.")  # fmt: skip
+              help="fp32, bf16, fp16, 8bit (or int8), 6bit, 5bit, 4bit (or int4), 3bit, 2bit, "
+              "mxfp8, mxfp4, nvfp4, or a policy FILE.toml.")  # fmt: skip
 @click.option("--group-size", type=int, help="Weights that share a scale: 32, 64 or 128.")
 @click.option("--component", "components", multiple=True, metavar="NAME",
               help="Convert only this one (repeat); the rest is copied.")  # fmt: skip
@@ -181,7 +207,7 @@ def convert(
     """Convert SOURCE to an MLX bundle.
 
     SOURCE is a diffusers pipeline folder, one component's folder, or a repository of the Hub:
-    ORG/NAME, hf://ORG/NAME[@REVISION][/FOLDER] or the address of its page.
+    ORG/NAME[@REVISION], hf://ORG/NAME[@REVISION][/FOLDER] or the address of its page.
     """
     _quiet()
     if out is None and upload_repo is None:
@@ -239,7 +265,7 @@ class _Dim(click.ParamType):  # type: ignore[type-arg]
 @click.option("--tier", default="forward", show_default=True,
               type=click.Choice(["forward", "block", "trajectory", "image"]))  # fmt: skip
 @click.option("--seed", default=0, show_default=True, help="Of the inputs.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
+@click.option("--dtype", type=_Float(),
               help="Precision of the run. [default: the bundle's]")  # fmt: skip
 @click.option("--threshold", type=float, help="Largest rel_l2 that passes.")
 @click.option("--recipe", type=click.Path(path_type=Path, dir_okay=False), help="Recipe to use.")
@@ -305,7 +331,7 @@ def _sized(command: Callable[..., Any]) -> Callable[..., Any]:
                      help="Size to run at, by the recipe's name for it (repeat)."),
         click.option("--size", "pixels", type=_Size(),
                      help="Image size in pixels. [default: 512x512]"),
-        click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
+        click.option("--dtype", type=_Float(),
                      help="Precision of the run. [default: the bundle's]"),
         click.option("--compile", default="program", show_default=True,
                      type=click.Choice(["off", "block", "program"])),
@@ -446,8 +472,8 @@ def _lines(file: TextIO) -> list[str]:
 @click.option("--decoder", metavar="tiny|PATH",
               help="A tiny autoencoder instead of the VAE: the bundle's tiny_vae, or a converted "
               "one.")  # fmt: skip
-@click.option("--tile", default="auto", show_default=True, metavar="auto|off|MIB",
-              help="Decode large pictures in strips of rows, of so many MiB at once.")  # fmt: skip
+@click.option("--tile", default="auto", show_default=True, metavar="auto|off|MB",
+              help="Decode large pictures in strips of rows, of so many MB at once.")  # fmt: skip
 @click.option("--preview", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Write the picture that each step predicts.")  # fmt: skip
 @click.option("--warmup", is_flag=True, help="Make a picture of one step before, untimed.")
@@ -461,9 +487,9 @@ def _lines(file: TextIO) -> list[str]:
               help="Steps between returns of cached buffers to the system; 0: never.")  # fmt: skip
 @click.option("--check/--no-check", default=True, show_default=True,
               help="Fail at the first step that gives NaN or infinity.")  # fmt: skip
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
+@click.option("--dtype", type=_Float(),
               help="Precision of the run. [default: the bundle's]")  # fmt: skip
-@click.option("--vae-dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
+@click.option("--vae-dtype", type=_Float(),
               help="Precision of the decoder. [default: float32 instead of bfloat16]")  # fmt: skip
 @_common
 def generate(
@@ -557,13 +583,19 @@ def recipe_new(
 
 
 @cli.command()
+@click.argument("name", required=False)
 @click.option("--markdown", is_flag=True, help="Print docs/MODELS.md.")
 @_common
-def models(markdown: bool, as_json: bool, verbose: bool, debug: bool) -> None:
-    """Every supported class, its recipe, and the parity measured for it in this version."""
+def models(
+    name: str | None, markdown: bool, as_json: bool, verbose: bool, debug: bool
+) -> None:  # fmt: skip
+    """Every supported class, its recipe, and the parity measured for it in this version.
+
+    NAME selects classes and pipelines by a part of their name; a single one is shown in full.
+    """
     from .convert.supported import supported_models
 
-    table = supported_models()
+    table = supported_models(name)
     if markdown:
         show(table.as_markdown(), newline=False)
         return
@@ -595,7 +627,9 @@ def _quiet() -> None:
     """Hub access off and libraries' chatter down: conversion and verification are local."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
-    os.environ.setdefault("TQDM_DISABLE_TRANSFORMERS", "1")
+    if not sys.stderr.isatty():
+        for bars in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
+            os.environ.setdefault(bars, "1")
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 

@@ -51,6 +51,21 @@ def test_force_replaces_a_bundle_only_at_the_end(tmp_path: Path) -> None:
     assert names(tmp_path) == ["out"]
 
 
+def test_all_files_have_the_permissions_of_new_ones(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with atomic_folder(out, force=False, needed_bytes=0) as partial:
+        for number, mode in enumerate((0o600, 0o444, 0o755)):
+            folder = partial / f"{number}"
+            folder.mkdir(mode=0o700)
+            (folder / "x").touch()
+            (folder / "x").chmod(mode)
+    (tmp_path / "new").touch()
+    new = (tmp_path / "new").stat().st_mode
+    assert {file.stat().st_mode for file in out.rglob("x")} == {new}
+    assert {folder.stat().st_mode for folder in (out, *out.iterdir())} == {out.stat().st_mode}
+    assert out.stat().st_mode & 0o666 == new & 0o666
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, SystemExit])
 def test_what_was_there_stays_when_the_work_fails(
     tmp_path: Path, error: type[BaseException]

@@ -15,6 +15,8 @@ GOOD = {
     "hf://org/name": HubName("org/name"),
     "hf://models/org/name": HubName("org/name"),
     "hf://org/name@v1.0": HubName("org/name", "v1.0"),
+    "org/name@v1.0": HubName("org/name", "v1.0"),
+    "org/name@v1.0/vae": HubName("org/name", "v1.0", "vae"),
     "hf://org/name@refs%2Fpr%2F7/vae": HubName("org/name", "refs/pr/7", "vae"),
     "hf://org/name/unet/deep": HubName("org/name", None, "unet/deep"),
     "https://huggingface.co/org/name": HubName("org/name"),
@@ -27,7 +29,7 @@ GOOD = {
 }
 PATHS = (
     "./org/name", "../org/name", "/org/name", "~/org/name", "org/name/vae", "name", "", "org/",
-    "a b/c", "-x/y",
+    "a b/c", "-x/y", "a@b/c",
 )  # fmt: skip
 BAD = {
     "hf://name": "expected ORG/NAME",

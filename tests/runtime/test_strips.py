@@ -83,7 +83,7 @@ def test_large_pictures_are_cut_by_themselves_and_that_is_said(pipeline_bundle: 
     cut = pipe("a cat", **asked, tile=1)
     assert [note[:14] for note in cut.notes] == ["decoded in up "]
     assert np.abs(whole.pixels - cut.pixels).max() < SEAM
-    with pytest.raises(MlxconvError, match="tile is 'many': auto, off, or a number of MiB"):
+    with pytest.raises(MlxconvError, match="tile is 'many': auto, off, or a number of MB"):
         pipe("a cat", **asked, tile="many")
 
 
