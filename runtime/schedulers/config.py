@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import MlxconvError
-from .names import KNOWN, parsed
+from .names import EVEN, Named, parsed, spacings, usual_names
 from .table import FOREIGN, SCHEDULERS, Row
 
 CONFIG = "scheduler_config.json"
@@ -29,12 +29,16 @@ _SYNONYMS = {"shift": "flow_shift", "flow_shift": "shift"}
 
 @dataclass(frozen=True)
 class Scheduler:
-    """A supported class with all of its options. config: the file's own; source: where it lies."""
+    """A supported class with all of its options. config: the file's own; source: where it lies.
+
+    even: a flow's levels are even from 1 to 1 / steps before they are shifted (`simple`).
+    """
 
     name: str
     options: Mapping[str, Any]
     config: Mapping[str, Any]
     source: str
+    even: bool = False
 
     @property
     def row(self) -> Row:
@@ -72,24 +76,25 @@ def scheduler_of(
     *,
     source: str = CONFIG,
     name: str | None = None,
-    changed: Mapping[str, Any] | None = None,
 ) -> Scheduler:
-    """As `read_scheduler`, of a config as a dict. changed: options that replace those in it."""
+    """As `read_scheduler`, of a config as a dict."""
     stored = config.get("_class_name")
     if not isinstance(stored, str):
         raise MlxconvError(f"{source}: expected a class under _class_name, found {stored!r}")
     options = _public(config)
-    family = _family(stored, options)
-    name = _fitting(stored if name is None else name, family, source)
+    family, asked = _family(stored, options), parsed(stored if name is None else name)
+    name = _fitting(asked.class_for(family), family, source)
     row = SCHEDULERS[name]
     if name != stored:
         options = _translated(options, row, family)
+    changed = _asked_options(asked, row, family)
     if changed:
         options = {**_without_rivals(options, changed), **changed}
         _check_known(changed, row, name, source)
     if options.get("invert_sigmas") and "invert_sigmas" not in row.options:
         raise MlxconvError(f"{source}: {name} cannot run time backwards, as invert_sigmas asks")
-    return Scheduler(name, _checked(options, row, name, source), config, source)
+    even = family == "flow" and asked.spacing == EVEN
+    return Scheduler(name, _checked(options, row, name, source), config, source, even)
 
 
 def with_class(scheduler: Scheduler, name: str) -> Scheduler:
@@ -100,8 +105,7 @@ def with_class(scheduler: Scheduler, name: str) -> Scheduler:
     where the new class knows it; the rest takes the new defaults. Unlike diffusers, a flow stays a
     flow: DPM-Solver and UniPC then take flow sigmas, and `shift` is called `flow_shift` there.
     """
-    name, changed = parsed(name)
-    return scheduler_of(scheduler.config, source=scheduler.source, name=name, changed=changed)
+    return scheduler_of(scheduler.config, source=scheduler.source, name=name)
 
 
 def fitting(family: str) -> list[str]:
@@ -133,16 +137,35 @@ def _fitting(name: str, family: str, source: str) -> str:
     if family == "flow" and name not in SCHEDULERS:  # `euler` of a flow is FlowMatchEuler
         ways = [short.get("flowmatch" + _short(name)), *ways]
     found = next((way for way in ways if way), None)
-    fits = ", ".join(fitting(family))
+    fits = ", ".join([*usual_names(family), *fitting(family)])
     if found is None:
         raise MlxconvError(
-            f"{source}: scheduler {name} is not supported; those that fit: {fits}; {KNOWN}"
+            f"{source}: scheduler {name} is not supported; those that fit: {fits}; behind a name "
+            f"may stand {spacings()}, as in 'DPM++ 2M Karras'"
         )
     if family not in SCHEDULERS[found].families:
         raise MlxconvError(
             f"{source}: {found} does not fit a {family} model; those that fit: {fits}"
         )
     return found
+
+
+def _asked_options(asked: Named, row: Row, family: str) -> dict[str, Any]:
+    """What a name changes; MlxconvError where its solver has no levels of that spacing."""
+    changed = asked.options_for(set(row.options) - row.unread, family)
+    if changed is None:
+        named = {name: replace(asked, solver=name) for name in usual_names(family)}
+        have = [name for name, other in named.items() if _takes_spacing(other, family)]
+        raise MlxconvError(
+            f"scheduler {asked.text!r}: {asked.solver or asked.class_name} has no {asked.spacing} "
+            f"levels; of this kind of model {', '.join(have) or 'no other'} has"
+        )
+    return changed
+
+
+def _takes_spacing(asked: Named, family: str) -> bool:
+    row = SCHEDULERS[asked.class_for(family)]
+    return asked.options_for(set(row.options) - row.unread, family) is not None
 
 
 def _without_rivals(options: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,11 +176,12 @@ def _without_rivals(options: Mapping[str, Any], changed: Mapping[str, Any]) -> d
 
 
 def _check_known(changed: Mapping[str, Any], row: Row, name: str, source: str) -> None:
-    unknown = sorted(set(changed) - set(row.options))
+    read = set(row.options) - row.unread
+    unknown = sorted(set(changed) - read)
     if unknown:
         raise MlxconvError(
-            f"{source}: {name} has no option {', '.join(unknown)}; it has: "
-            f"{', '.join(sorted(row.options))}"
+            f"{source}: {name} reads no option {', '.join(unknown)}; it reads: "
+            f"{', '.join(sorted(read))}"
         )
 
 
@@ -168,7 +192,12 @@ def _short(name: str) -> str:
 
 
 def _translated(options: dict[str, Any], row: Row, family: str) -> dict[str, Any]:
-    """A flow's options under the names that the new class has for them."""
+    """A flow's options under the names that the new class has for them. What is None in one class
+    and a choice in the other takes the other's default."""
+    options = {
+        key: value for key, value in options.items()
+        if value is not None or None in row.choices.get(key, (None,))
+    }  # fmt: skip
     if family != "flow":
         return options
     renamed = {

@@ -83,17 +83,21 @@ def _levels(options: Options, request: Request) -> tuple[Array, Array]:
 def _inner_levels(
     options: Options, request: Request, bars: Array, table: Array, mu: float | None
 ) -> tuple[Array, Array]:
-    """Karras before Lu before exponential and beta before flow: diffusers' order."""
+    """Karras before Lu before exponential and beta: diffusers' order. A flow's levels are spaced
+    between their own ends, as FlowMatchEuler does it; diffusers takes those of the betas, which
+    are none of a flow's."""
+    if options["use_flow_sigmas"] and not options["use_lu_lambdas"]:
+        train, shift = options["num_train_timesteps"], options["flow_shift"]
+        rising = 1 - np.linspace(1, 1 / train, request.steps + 1)
+        sigmas = shifted(rising, shift if mu is None else math.exp(mu))[::-1][:-1]
+        again = respaced(options, sigmas, request.steps)
+        sigmas = sigmas if again is None else again
+        return sigmas, sigmas * train
     spaced = respaced(options, table[::-1], request.steps)
     if options["use_lu_lambdas"] and not options["use_karras_sigmas"]:
         spaced = exponential(float(table[-1]), float(table[0]), request.steps)
     if spaced is not None:
         return spaced, _timesteps_of(options, spaced, table)
-    if options["use_flow_sigmas"]:
-        train, shift = options["num_train_timesteps"], options["flow_shift"]
-        rising = 1 - np.linspace(1, 1 / train, request.steps + 1)
-        sigmas = shifted(rising, shift if mu is None else math.exp(mu))[::-1][:-1]
-        return sigmas, sigmas * train
     timesteps = custom_timesteps(options, request)
     if timesteps is None:
         timesteps = spaced_open(options, request.steps, _last_timestep(options, bars))

@@ -34,10 +34,24 @@ def flow_match_lcm(options: Options, request: Request) -> Schedule:
     return flow_match_euler({**options, "stochastic_sampling": True}, request)
 
 
+def flow_match_ancestral(options: Options, request: Request) -> Schedule:
+    """Euler's step to a lower level, then noise up to the next (LTXEulerAncestralRFScheduler)."""
+    sigmas, timesteps = _ends(_euler_levels(options, request), options, request)
+    sigmas, timesteps = sigmas[request.begin :], timesteps[request.begin :]
+    x, _, _, clean, noise = basis(0)
+    updates = []
+    for before, after in pairwise(sigmas):
+        down = after * (1 + (after / before - 1) * options["eta"])
+        kept = (1 - after) / (1 - down)
+        renewed = np.sqrt(max(after**2 - (down * kept) ** 2, 0.0)) * options["s_noise"]
+        updates.append([kept * (clean + down / before * (x - clean)) + renewed * noise])
+    draws = (sigmas[1:] > 0) & (options["eta"] > 0)
+    return assemble(_path(timesteps, sigmas), updates, draws=draws)
+
+
 def flow_match_heun(options: Options, request: Request) -> Schedule:
     """Heun's method: each step but the last calls the model at both ends."""
-    levels = shifted(_default_levels(options, request.steps, options["shift"]), options["shift"])
-    sigmas = levels.astype(np.float32)
+    sigmas = _euler_levels(options, request).astype(np.float32)
     timesteps = twice(sigmas * np.float32(options["num_train_timesteps"]))
     sigmas = np.append(sigmas, np.float32(0)).astype(np.float64)
     check_even(request.begin)
@@ -87,10 +101,11 @@ def _ends(levels: Array, options: Options, request: Request) -> tuple[Array, Arr
     timesteps = sigmas * train
     if request.timesteps is not None:
         timesteps = np.array(request.timesteps, dtype=np.float32)
-    if options["invert_sigmas"]:
+    inverted = options.get("invert_sigmas", False)
+    if inverted:
         sigmas = np.float32(1) - sigmas
         timesteps = sigmas * train
-    last = 1.0 if options["invert_sigmas"] else 0.0
+    last = 1.0 if inverted else 0.0
     return np.append(sigmas, np.float32(last)).astype(np.float64), timesteps
 
 

@@ -33,6 +33,9 @@ def make_schedule(
     image-to-image (`begin_of`). strength: of LCM and TCD, which respace with it. eta: of DDIM and
     TCD. Raises MlxconvError for what the class does not take.
     """
+    accepts = scheduler.row.accepts
+    if scheduler.even and steps and "sigmas" in accepts and timesteps is sigmas is None:
+        sigmas = np.linspace(1, 1 / steps, steps).tolist()
     own = {"mu": mu, "timesteps": timesteps, "sigmas": sigmas, "strength": strength, "eta": eta}
     _check_taken(scheduler, {key for key, value in own.items() if value is not None})
     _check_range("strength", strength, scheduler)

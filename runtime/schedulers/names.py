@@ -1,47 +1,129 @@
 """Schedulers by the names of user interfaces: `DPM++ 2M Karras` for a class and its options.
 
 Which name stands for which class and option is the table in diffusers' documentation (Schedulers,
-"k-diffusion"); `NAME:option=value,option=value` sets any other option of the class.
+"k-diffusion"), and for a flow its flow-matching counterpart. `NAME:option=value,option=value` sets
+any other option of the class.
 """
 
 import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import MlxconvError
 
-_SOLVERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "dpm++2m": ("DPMSolverMultistepScheduler", {}),
-    "dpm++2msde": ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++"}),
-    "dpm++3m": ("DPMSolverMultistepScheduler", {"solver_order": 3}),
-    "eulera": ("EulerAncestralDiscreteScheduler", {}),
-    "plms": ("PNDMScheduler", {"skip_prk_steps": True}),
+_DPM = {
+    "beta": "DPMSolverMultistepScheduler",
+    "flow": "DPMSolverMultistepScheduler",
+    "edm": "EDMDPMSolverMultistepScheduler",
 }
-_SPACINGS: dict[str, dict[str, Any]] = {
-    "karras": {"use_karras_sigmas": True},
-    "exponential": {"timestep_spacing": "linspace", "use_exponential_sigmas": True},
-    "beta": {"timestep_spacing": "linspace", "use_beta_sigmas": True},
-    "sgmuniform": {"timestep_spacing": "trailing"},
-    "simple": {"timestep_spacing": "trailing"},
-    "trailing": {"timestep_spacing": "trailing"},
+_LATENT = {"clip_sample": False}  # what these classes do by default is for pixels in -1 to 1
+_SDE = {"algorithm_type": "sde-dpmsolver++"}
+# A name, its class for each kind of model (see `Row.families`), and options of that class. Not
+# `DPM++ 3M SDE`: diffusers' third order of that solver does not converge, nor does ours, its equal.
+_SOLVERS: dict[str, tuple[Mapping[str, str], dict[str, Any]]] = {
+    "Euler": ({
+        "beta": "EulerDiscreteScheduler", "flow": "FlowMatchEulerDiscreteScheduler",
+        "edm": "EDMEulerScheduler",
+    }, {}),
+    "Euler a": ({
+        "beta": "EulerAncestralDiscreteScheduler", "flow": "LTXEulerAncestralRFScheduler",
+    }, {}),
+    "Heun": ({
+        "beta": "HeunDiscreteScheduler", "flow": "FlowMatchHeunDiscreteScheduler",
+    }, {}),
+    "DPM++ 2M": (_DPM, {}),
+    "DPM++ 2M SDE": (_DPM, _SDE),
+    "DPM++ 3M": (_DPM, {"solver_order": 3}),
+    "UniPC": ({"beta": "UniPCMultistepScheduler", "flow": "UniPCMultistepScheduler"}, {}),
+    "DDIM": ({"beta": "DDIMScheduler", "cogvideox": "CogVideoXDDIMScheduler"}, _LATENT),
+    "DDPM": ({"beta": "DDPMScheduler"}, _LATENT),
+    "PLMS": ({"beta": "PNDMScheduler"}, {"skip_prk_steps": True}),
+    "LCM": ({"beta": "LCMScheduler", "flow": "FlowMatchLCMScheduler"}, {}),
+    "TCD": ({"beta": "TCDScheduler"}, {}),
+    "SCM": ({"trig": "SCMScheduler"}, {}),
+}  # fmt: skip
+EVEN = "simple"
+# Spacings of noise levels, each as options of a class; which it is, the last of them says.
+_SPACINGS: dict[str, tuple[dict[str, Any], ...]] = {
+    "karras": ({"use_karras_sigmas": True}, {"sigma_schedule": "karras"}),
+    "exponential": (
+        {"timestep_spacing": "linspace", "use_exponential_sigmas": True},
+        {"sigma_schedule": "exponential"},
+    ),
+    "beta": ({"timestep_spacing": "linspace", "use_beta_sigmas": True},),
+    EVEN: ({"timestep_spacing": "trailing"},),
 }
-KNOWN = (
-    f"known names: {', '.join(_SOLVERS)} or a class, then one of {', '.join(_SPACINGS)}, "
-    "such as 'DPM++ 2M Karras'"
-)
+_ALIASES = {**{name: name for name in _SPACINGS}, "sgmuniform": EVEN, "trailing": EVEN}
 
 
-def parsed(text: str) -> tuple[str, dict[str, Any]]:
-    """`DPM++ 2M Karras` or `Class:option=value,...` -> a class's name and its options.
+@dataclass(frozen=True)
+class Named:
+    """A name taken apart. solver: of `_SOLVERS`; None: `class_name` is a class's. spacing: of noise
+    levels, of `_SPACINGS`. options: written behind the name."""
 
-    The name may be any: whoever reads it knows which there are. MlxconvError for an option that
-    is not written as `name=value`.
+    text: str
+    solver: str | None
+    class_name: str
+    spacing: str | None
+    options: Mapping[str, Any]
+
+    def class_for(self, family: str) -> str:
+        """The class for such a model; MlxconvError names the solvers that there are for it."""
+        if self.solver is None:
+            return self.class_name
+        classes, _ = _SOLVERS[self.solver]
+        if family not in classes:
+            raise MlxconvError(
+                f"scheduler {self.text!r}: {self.solver} does not fit a {family} model; those that "
+                f"fit: {', '.join(usual_names(family))}"
+            )
+        return classes[family]
+
+    def options_for(self, known: Collection[str], family: str) -> dict[str, Any] | None:
+        """The options that the name stands for; None where the class has no such spacing.
+
+        known: the options that the class reads. The levels of a flow are no option of a class: see
+        `Scheduler.even`.
+        """
+        own = {} if self.solver is None else _SOLVERS[self.solver][1]
+        own = {key: value for key, value in own.items() if key in known}
+        if self.spacing is None or (self.spacing == EVEN and family == "flow"):
+            return {**own, **self.options}
+        ways = (way for way in _SPACINGS[self.spacing] if [*way][-1] in known)
+        spaced = next(ways, None)
+        if spaced is None:
+            return None
+        return {**own, **{k: v for k, v in spaced.items() if k in known}, **self.options}
+
+
+def usual_names(family: str) -> list[str]:
+    """The names that fit such a model."""
+    return [name for name, (classes, _) in _SOLVERS.items() if family in classes]
+
+
+def spacings() -> str:
+    """What may follow a name."""
+    return ", ".join(_SPACINGS)
+
+
+def parsed(text: str) -> Named:
+    """`DPM++ 2M Karras` or `Class:option=value,...`, taken apart.
+
+    The name may be any: whoever reads it knows which classes there are. MlxconvError for an option
+    that is not written as `name=value`.
     """
     name, _, options = text.partition(":")
-    plain = name.lower().translate(str.maketrans("", "", " -_"))
-    spacing = next((s for s in _SPACINGS if plain.endswith(s) and plain != s), "")
+    plain = _plain(name)
+    spacing = next((s for s in _ALIASES if plain.endswith(s) and plain != s), "")
     solver = plain.removesuffix(spacing)
-    class_name, own = _SOLVERS.get(solver, (name if not spacing else solver, {}))
-    return class_name, {**own, **_SPACINGS.get(spacing, {}), **_options(options, text)}
+    usual = {_plain(known): known for known in _SOLVERS}.get(solver)
+    class_name = solver if spacing else name
+    return Named(text, usual, class_name, _ALIASES.get(spacing), _options(options, text))
+
+
+def _plain(name: str) -> str:
+    return name.lower().translate(str.maketrans("", "", " -_"))
 
 
 def _options(text: str, whole: str) -> dict[str, Any]:

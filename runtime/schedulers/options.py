@@ -40,6 +40,7 @@ FLOW = {
     "shift_terminal": None,
     "time_shift_type": "exponential",
 }
+RISING = {key: value for key, value in FLOW.items() if key != "invert_sigmas"}
 COGVIDEOX = {
     **BETA,
     **ZERO_SNR,

@@ -15,7 +15,12 @@ from .ddim import ddim, ddpm
 from .dpmsolver import dpmsolver
 from .edm import edm_dpmsolver, edm_euler
 from .euler import euler, euler_ancestral, heun
-from .flow_match import flow_match_euler, flow_match_heun, flow_match_lcm
+from .flow_match import (
+    flow_match_ancestral,
+    flow_match_euler,
+    flow_match_heun,
+    flow_match_lcm,
+)
 from .options import (
     BETA,
     BETAS,
@@ -28,6 +33,7 @@ from .options import (
     FIXED,
     FLOW,
     FLOW_SIGMAS,
+    RISING,
     SIGMAS,
     THRESHOLD,
     WITH_FLOW,
@@ -72,8 +78,17 @@ SCHEDULERS: dict[str, Row] = {
         frozenset({"mu", "sigmas", "timesteps"}),
         frozenset({"upscale_mode"}),
     ),
+    # Of these two diffusers' classes read few options, so that its pipelines cannot use them with
+    # most checkpoints; here they take the levels of FlowMatchEuler.
     "FlowMatchHeunDiscreteScheduler": Row(
-        flow_match_heun, ("flow",), {"num_train_timesteps": 1000, "shift": 1.0}, order=2
+        flow_match_heun, ("flow",), RISING, CHOICES, frozenset({"mu", "sigmas"}), order=2
+    ),
+    "LTXEulerAncestralRFScheduler": Row(
+        flow_match_ancestral,
+        ("flow",),
+        {**RISING, "eta": 1.0, "s_noise": 1.0},
+        CHOICES,
+        frozenset({"mu", "sigmas"}),
     ),
     "EulerDiscreteScheduler": Row(
         euler,

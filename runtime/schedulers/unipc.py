@@ -46,15 +46,17 @@ def _levels(options: Options, request: Request) -> tuple[Array, Array]:
     table = noise_levels(alphas_cumprod(options, floor=True)) if given is None else given
     train, flow = options["num_train_timesteps"], options["use_flow_sigmas"]
     sigmas, last = respaced(options, table[::-1], request.steps), float(table[0])
-    if sigmas is not None:
-        timesteps = timestep_of(sigmas, table)
-        if options["use_karras_sigmas"]:
-            sigmas = sigmas / (sigmas + 1) if flow else sigmas
-            timesteps = sigmas * train if flow else timesteps.round()
-        last = sigmas[-1]
-    elif flow:
-        sigmas = _flow_levels(options, request, given, mu)
+    if flow:
+        if sigmas is not None and options["use_karras_sigmas"]:
+            sigmas = sigmas / (sigmas + 1)
+        else:  # diffusers takes exponential and beta levels of the betas, which are none of a flow
+            own = _flow_levels(options, request, given, mu)
+            again = respaced(options, own, request.steps)
+            sigmas = own if again is None else again
         timesteps, last = sigmas * train, sigmas[-1]
+    elif sigmas is not None:
+        timesteps, last = timestep_of(sigmas, table), sigmas[-1]
+        timesteps = timesteps.round() if options["use_karras_sigmas"] else timesteps
     else:
         timesteps = spaced_open(options, request.steps)
         sigmas = np.interp(timesteps, np.arange(len(table)), table)

@@ -85,6 +85,11 @@ def _flow() -> Iterator[Case]:
     yield Case(heun)
     yield Case(heun, {"shift": 3.0})
     yield Case(heun, {"shift": 3.0}, begin=4)
+    ancestral = "LTXEulerAncestralRFScheduler"
+    yield Case(ancestral)
+    yield Case(ancestral, {"eta": 0.5, "s_noise": 0.9})
+    yield Case(ancestral, {"eta": 0.0})
+    yield Case(ancestral, begin=1)
 
 
 def _euler() -> Iterator[Case]:
@@ -212,6 +217,7 @@ def _unipc() -> Iterator[Case]:
         shift = {"use_dynamic_shifting": True, "time_shift_type": kind, "shift_terminal": 0.02}
         yield Case(name, {**flow, **shift}, lambda steps: {"mu": 0.9})
     own = lambda steps: {"sigmas": np.linspace(1, 1 / steps, steps)}  # noqa: E731
+    yield Case(name, {**flow, "use_karras_sigmas": True})
     yield Case(name, {**flow, "flow_shift": 2.0}, own)
     for spacing in ("karras", "exponential", "beta"):
         # Beta sigmas lie close at their ends, where differences of float32 logarithms keep little.

@@ -89,7 +89,7 @@ def test_another_scheduler_is_taken_by_name(pipe: Pipeline) -> None:
     one = pipe(PROMPT, **SIZE, steps=4, tokens=TOKENS, seed=1)
     other = pipe(PROMPT, **SIZE, steps=4, tokens=TOKENS, seed=1, scheduler="unipc")
     assert not np.array_equal(one.pixels, other.pixels)
-    with pytest.raises(MlxconvError, match="does not fit a flow model; those that fit: FlowMatch"):
+    with pytest.raises(MlxconvError, match="does not fit a flow model; those that fit: Euler"):
         pipe(PROMPT, **SIZE, steps=4, tokens=TOKENS, scheduler="ddim")
 
 

@@ -37,6 +37,7 @@ ROUNDING = 3e-7  # a few units of float32's last place
 MODULES = {
     "FlowMatchEulerDiscreteScheduler": "flow_match_euler_discrete",
     "FlowMatchHeunDiscreteScheduler": "flow_match_heun_discrete",
+    "LTXEulerAncestralRFScheduler": "ltx_euler_ancestral_rf",
     "EulerDiscreteScheduler": "euler_discrete",
     "EulerAncestralDiscreteScheduler": "euler_ancestral_discrete",
     "HeunDiscreteScheduler": "heun_discrete",
