@@ -131,7 +131,7 @@ def verify(
     page: an HTML report to write, with blocks, and pictures where the source is a whole pipeline;
     command: what it shows as the way to get it again.
     """
-    os.environ.setdefault("MLX_ENABLE_TF32", "0")
+    os.environ["MLX_ENABLE_TF32"] = "0"
     asked = _asked(prompts, steps=steps, size=size, guidance=guidance, tokens=tokens)
     _check(tier, page, stream, dims or {}, asked)
     made = open_bundle(bundle)

@@ -60,6 +60,7 @@ class GenerateReport:
             "notes": self.made.notes,
             "versions": machine["versions"],
             "device": machine["device"],
+            "tf32": machine["tf32"],
         }
 
     def as_text(self) -> str:

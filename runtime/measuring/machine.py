@@ -47,12 +47,16 @@ def peak_rss_bytes() -> int:
 
 
 def described() -> dict[str, Any]:
-    """Chip, system, backend and versions, for a report."""
+    """Chip, system, backend and versions, for a report.
+
+    tf32: whether MLX may round the factors of fp32 products to TF32, on GPUs that have it.
+    """
     mkl = find_mkl()
     return {
         "chip": chip(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "device": "cpu" if on_cpu() else "gpu",
+        "tf32": os.environ.get("MLX_ENABLE_TF32", "1") != "0",
         "blas": Path(mkl).name if mkl else "mlx",
         "versions": {
             name: found for name in ("mlxconv", "mlx", "numpy") if (found := _version(name))

@@ -209,7 +209,7 @@ def convert(
     SOURCE is a diffusers pipeline folder, one component's folder, or a repository of the Hub:
     ORG/NAME[@REVISION], hf://ORG/NAME[@REVISION][/FOLDER] or the address of its page.
     """
-    _quiet()
+    _quiet(exact=True)
     if out is None and upload_repo is None:
         raise click.UsageError("give -o OUT, the bundle to write, or --upload-repo")
     if upload_repo is None and (given := [name for name, value in publishing.items() if value]):
@@ -288,7 +288,7 @@ def verify(
     debug: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Compare BUNDLE with the checkpoint it was made from; exit 1 if it differs."""
-    _quiet()
+    _quiet(exact=True)
     from .convert.parity import verify as run
 
     told = say if verbose else lambda text: None
@@ -541,7 +541,7 @@ def upload(
     verbose: bool, debug: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Publish BUNDLE as REPO on the Hub, with a card; done when every checksum there agrees."""
-    _quiet()
+    _quiet(exact=True)
     from .convert.publishing.publish import publish
 
     wishes = _wishes(repo, publishing, as_json, **options)
@@ -614,7 +614,7 @@ def models(
 @_common
 def demo(out: Path | None, prompts: int, as_json: bool, verbose: bool, debug: bool) -> None:
     """The main job on a tiny trained FLUX.1, offline: convert, verify, generate, compare."""
-    _quiet()
+    _quiet(exact=True)
     from .convert.demo import demo as run
 
     report = run(out, say if verbose or not as_json else lambda text: None, prompts)
@@ -623,14 +623,16 @@ def demo(out: Path | None, prompts: int, as_json: bool, verbose: bool, debug: bo
         raise SystemExit(1)
 
 
-def _quiet() -> None:
-    """Hub access off and libraries' chatter down: conversion and verification are local."""
+def _quiet(*, exact: bool = False) -> None:
+    """Turn libraries' messages down. exact: fp32 products in full precision, whatever the user set:
+    for what is compared with PyTorch. Elsewhere MLX's own setting holds (MLX_ENABLE_TF32)."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
         for bars in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
             os.environ.setdefault(bars, "1")
-    os.environ.setdefault("MLX_ENABLE_TF32", "0")
+    if exact:
+        os.environ["MLX_ENABLE_TF32"] = "0"
 
 
 def main() -> None:

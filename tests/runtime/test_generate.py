@@ -158,6 +158,7 @@ def test_the_command_writes_pictures_and_says_what_it_took(
     done = CliRunner().invoke(cli, [*command, *options])
     assert done.exit_code == 0, done.stderr
     data = json.loads(done.stdout)
+    assert data["tf32"] is False  # as conftest sets it
     assert data["images"] == [str(tmp_path / f"cat-{i}.png") for i in range(2)]
     assert [Image.open(file).size for file in data["images"]] == [(48, 32)] * 2
     assert set(data["seconds"]) == {

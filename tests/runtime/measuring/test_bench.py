@@ -66,6 +66,7 @@ def test_the_share_of_a_gemm_is_that_of_the_speeds(report: dict[str, Any]) -> No
 
 def test_what_it_was_measured_on_is_named(report: dict[str, Any]) -> None:
     assert report["machine"].keys() >= {"chip", "device", "blas", "versions", "date"}
+    assert report["machine"]["tf32"] is False  # as conftest sets it
     assert report["dims"] == {"batch": 1, "image_tokens": 16, "text_tokens": 8}
     assert report["dtype"] == "float32"
 
