@@ -147,23 +147,13 @@ def _group(
     if precision.quantized:
         return _quantized(name, stored, precision, method, count)
     code = _CODES[precision.dtype]
-    output = Output(name, stored_shape(parameter), code)
+    output = Output(name, parameter.stored_shape, code)
     if parameter.kind not in ("conv", "conv_transpose"):
         if code == stored.dtype:
             return pass_through(output, lambda: _checked(stored, count))
         if code in KINDS and stored.dtype in KINDS:
             return pass_through(output, lambda: _cast(stored, code, count))
     return single(output, lambda: _converted(stored, parameter.kind, precision.dtype, count))
-
-
-def stored_shape(parameter: Parameter) -> tuple[int, ...]:
-    """The shape in the bundle: convolutions are channels-last (out, *kernel, in)."""
-    shape = parameter.shape
-    if parameter.kind == "conv":
-        return (shape[0], *shape[2:], shape[1])
-    if parameter.kind == "conv_transpose":
-        return (shape[1], *shape[2:], shape[0])
-    return shape
 
 
 def to_stored(value: mx.array, kind: str) -> mx.array:

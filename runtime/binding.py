@@ -8,7 +8,7 @@ import numpy as np
 
 from .errors import MlxconvError
 from .ops import dtype_of
-from .program import Entry, Input, Program
+from .program import Arg, Body, Entry, Input, Program, Weight, refs
 
 
 def bind(
@@ -25,6 +25,7 @@ def bind(
         try:
             _check_keywords(program.class_name, entry, inputs)
             values = {i.name: as_input(i, at(inputs, i.path), compute) for i in entry.inputs}
+            _check_ids(program, entry, inputs)
             _check_siblings(program.class_name, entry, values)
             return entry, values
         except _WrongSize as error:
@@ -88,6 +89,68 @@ def _check_siblings(class_name: str, entry: Entry, values: Mapping[str, Any]) ->
             )
 
 
+# Ops whose elements are those of their arguments.
+_KEEPS_VALUES = frozenset(
+    {"broadcast", "cast", "concat", "expand_dims", "flip", "index", "repeat", "reshape", "roll",
+     "select", "slice", "squeeze", "stack", "take", "tile", "transpose", "where"}
+)  # fmt: skip
+
+
+def rows_by_input(program: Program, entry: Entry) -> dict[str, int]:
+    """How many rows the tables have that inputs choose from, unchanged: a vocabulary's size."""
+    found: dict[str, int] = {}
+    whole = (i.name for i in entry.inputs if i.type.startswith(("int32[", "int64[")))
+    arrays = {name: frozenset((name,)) for name in whole}
+    _trace_ids(program, entry, "", arrays, found)
+    return found
+
+
+def _trace_ids(
+    program: Program,
+    body: Body,
+    prefix: str,
+    sources: dict[str, frozenset[str]],
+    found: dict[str, int],
+) -> list[frozenset[str]]:
+    """`sources`: the inputs whose elements are those of a value. Returns those of the outputs."""
+
+    def of(arg: Arg) -> frozenset[str]:
+        return frozenset().union(*(sources.get(name, ()) for name in refs((arg,))))
+
+    for node in body.nodes:
+        if node.op == "call":
+            given = node.args["inputs"]
+            assert isinstance(given, tuple)
+            if any(map(of, given)):
+                block = program.blocks[str(node.args["block"])]
+                inner = dict(zip(block.inputs, map(of, given)))
+                path = f"{prefix}{node.args['prefix']}."
+                sources.update(zip(node.out, _trace_ids(program, block, path, inner, found)))
+        elif node.op == "embedding" and isinstance(table := node.args["weight"], Weight):
+            parameter = program.parameters.get(prefix + table.name)
+            if parameter is not None:
+                rows = dict.fromkeys(of(node.args["ids"]), parameter.shape[0])
+                found.update({n: min(size, found.get(n, size)) for n, size in rows.items()})
+        elif node.op in _KEEPS_VALUES:
+            parts = tuple(v for key, v in node.args.items() if key in ("x", "xs", "a", "b"))
+            sources.update(dict.fromkeys(node.out, of(parts)))
+    return [of(arg) for arg in body.outputs]
+
+
+def _check_ids(program: Program, entry: Entry, inputs: Mapping[str, Any]) -> None:
+    """MlxconvError for a token beyond the vocabulary: MLX would read whatever lies there."""
+    paths = {i.name: i.path for i in entry.inputs}
+    for name, rows in rows_by_input(program, entry).items():
+        given = at(inputs, paths[name])
+        ids = np.array(given.astype(mx.int64) if isinstance(given, mx.array) else given)
+        wrong = ids[(ids < 0) | (ids >= rows)]
+        if wrong.size:
+            raise MlxconvError(
+                f"{program.class_name}.{entry.name}: {paths[name]} has the id {wrong.max()}; "
+                f"the vocabulary has {rows} entries, 0 to {rows - 1}"
+            )
+
+
 _ABSENT = object()
 
 
@@ -105,7 +168,10 @@ def at(inputs: Mapping[str, Any], path: str, default: Any = _ABSENT) -> Any:
 
 def as_input(item: Input, value: Any, compute: str) -> Any:
     if item.type == "int":
-        return int(value)
+        try:
+            return int(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise MlxconvError(f"input {item.path}: expected a whole number ({error})") from error
     dtype, _, shape = item.type.rstrip("]").partition("[")
     array = value if isinstance(value, mx.array) else mx.array(np.asarray(value))
     sizes = [s.strip() for s in shape.split(",") if s.strip()]

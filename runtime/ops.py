@@ -5,6 +5,7 @@ docstrings are the tensors' logical (PyTorch) shapes; `...` is any number of axe
 named like a function of `mlx.core`, it is that function.
 """
 
+from .oplib.limits import limits_of, problem
 from .oplib.registry import DTYPES, OPS, Number, Value, dtype_of, on_cpu, op
 
-__all__ = ["DTYPES", "OPS", "Number", "Value", "dtype_of", "on_cpu", "op"]
+__all__ = ["DTYPES", "OPS", "Number", "Value", "dtype_of", "limits_of", "on_cpu", "op", "problem"]

@@ -7,6 +7,7 @@ and called with a weight prefix. Sizes are plain integers that flow like any oth
 The JSON form is versioned; a newer version or an unknown op is refused with what to do.
 """
 
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -107,6 +108,16 @@ class Parameter:
     shape: tuple[int, ...]
     dtype: str
     kind: str
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape in the bundle: convolutions are channels-last (out, *kernel, in)."""
+        shape = self.shape
+        if self.kind == "conv" and len(shape) > 1:
+            return (shape[0], *shape[2:], shape[1])
+        if self.kind == "conv_transpose" and len(shape) > 1:
+            return (shape[1], *shape[2:], shape[0])
+        return shape
 
 
 @dataclass(slots=True)
@@ -369,15 +380,35 @@ def validate(program: Program, where: str = "program") -> None:
                 raise MlxconvError(
                     f"{at}: unknown op {node.op!r}; upgrade mlxconv or convert the component again"
                 )
-            elif any(isinstance(node.args.get(name), (str, tuple)) for name in ("a", "b")):
-                raise MlxconvError(f"{at}: a and b are arrays or numbers")
+            else:
+                _check_arguments(node, at)
             missing = set(refs(node.args.values())) - known
             if missing:
                 raise MlxconvError(f"{at}: reads {sorted(missing)} before it is computed")
+            if not known.isdisjoint(node.out) or len(set(node.out)) < len(node.out):
+                raise MlxconvError(f"{at}: gives a name to two values")
             known.update(node.out)
         missing = set(refs(body.outputs)) - known
         if missing:
             raise MlxconvError(f"{where}: {label}: output {sorted(missing)} is never computed")
+
+
+def _check_arguments(node: Node, at: str) -> None:
+    """Arguments that the op takes, and numbers among them that are in its limits."""
+    from .ops import OPS, limits_of, problem
+
+    own = inspect.signature(OPS[node.op]).parameters
+    unknown = sorted(set(node.args) - set(own))
+    missing = [k for k, p in own.items() if p.default is p.empty and k not in node.args]
+    if unknown or missing:
+        raise MlxconvError(
+            f"{at}: takes {', '.join(own)}, given {', '.join(node.args) or 'nothing'}"
+        )
+    if any(isinstance(node.args.get(name), (str, tuple)) for name in ("a", "b")):
+        raise MlxconvError(f"{at}: a and b are arrays or numbers")
+    wrong = problem(limits_of(OPS[node.op], node.op), node.args)
+    if wrong:
+        raise MlxconvError(f"{at}: {wrong}")
 
 
 def _inputs(body: Body) -> tuple[str, ...]:

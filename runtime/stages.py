@@ -216,7 +216,7 @@ class _Called:
 def _stage_of(node: Node, stages: Mapping[str, int], shaped: frozenset[str]) -> int:
     x = node.args.get("x")
     if node.op == "dim" and isinstance(x, Ref) and x.name in shaped:
-        return 0
+        return latest_stage((node.args.get("axis"),), stages)
     return latest_stage(node.args.values(), stages)
 
 

@@ -18,6 +18,11 @@ from .ops import dtype_of, on_cpu
 from .program import CONSTANTS_FILE, Parameter
 
 WEIGHTS_STEM = "model"
+# What `mx.quantize` has: mode, group size, bits.
+_QUANTIZATIONS = {
+    ("mxfp4", 32, 4), ("mxfp8", 32, 8), ("nvfp4", 16, 4),
+    *(("affine", group, bits) for group in (32, 64, 128) for bits in (2, 3, 4, 5, 6, 8)),
+}  # fmt: skip
 _HEADER = 100_000_000  # bytes, the limit of the format
 INDEX_FILE = f"{WEIGHTS_STEM}.safetensors.index.json"
 
@@ -227,13 +232,40 @@ class Weights:
         if name.endswith(".weight") and scales in self._files:
             biases = f"{module}.biases"
             spec = self._quantization.of(module)
-            return QuantizedWeight(
+            held: Held = QuantizedWeight(
                 self._tensor(self._file(name), name),
                 self._scale(scales, spec, target),
                 self._scale(biases, spec, target) if biases in self._files else None,
                 spec,
             )
-        return self._tensor(self._file(name), name).astype(target)
+        else:
+            held = self._tensor(self._file(name), name).astype(target)
+        self._check_shape(name, held)
+        return held
+
+    def _check_shape(self, name: str, held: Held) -> None:
+        """MlxconvError for a tensor that is not what the program was traced for."""
+        expected = self.parameters[name].stored_shape if name in self.parameters else None
+        if not isinstance(held, QuantizedWeight):
+            if expected not in (None, tuple(held.shape)):
+                raise self._misshapen(name, tuple(held.shape), expected)
+            return
+        spec, rows = held.spec, tuple(held.packed.shape[:-1])
+        width = held.packed.shape[-1] * 32 // spec.bits if held.packed.ndim else 0
+        if held.packed.dtype != mx.uint32 or expected not in (None, (*rows, width)):
+            raise self._misshapen(name, (*rows, width), expected)
+        for part in held.arrays()[1:]:
+            if tuple(part.shape) != (*rows, width // spec.group_size):
+                raise self._misshapen(f"{name} (its scales)", part.shape,
+                                      (*rows, width // spec.group_size))  # fmt: skip
+        if (held.biases is None) == (spec.mode == "affine"):
+            raise MlxconvError(f"{self.folder}: {name}: biases belong to affine quantization")
+
+    def _misshapen(self, name: str, found: Any, expected: Any) -> MlxconvError:
+        return MlxconvError(
+            f"{self._file(name.partition(' ')[0])}: {name} has shape {tuple(found)}, the program "
+            f"expects {expected}; convert the component again"
+        )
 
     def _scale(self, name: str, spec: Quantization, target: mx.Dtype) -> mx.array:
         value = self._tensor(self._file(name), name)
@@ -337,11 +369,14 @@ class Specs:
     def of(self, module: str) -> Quantization:
         entry = self.table.get(module, self.table)
         try:
-            return Quantization(
+            found = Quantization(
                 int(entry["group_size"]), int(entry["bits"]), str(entry.get("mode", "affine"))
             )
+            if (found.mode, found.group_size, found.bits) not in _QUANTIZATIONS:
+                raise ValueError("MLX has no such quantization")
+            return found
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise MlxconvError(
                 f"{self.where}/config.json: no quantization for {module!r}, whose scales are in "
-                "the weight files; convert the component again"
+                f"the weight files ({error}); convert the component again"
             ) from error

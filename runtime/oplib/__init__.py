@@ -10,6 +10,10 @@ from . import (
     reductions,
     shapes,
 )
+from .limits import limited
+from .registry import OPS
+
+OPS.update({name: limited(function, name) for name, function in OPS.items()})
 
 __all__ = [
     "creation",

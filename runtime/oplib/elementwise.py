@@ -142,12 +142,24 @@ def _is_array(a: Value, b: Value) -> bool:
 
 
 def _exactly(function: Callable[[mx.array, mx.array], mx.array]) -> Callable[..., Any]:
-    """`function` of two arrays, in fp32 where the result is in half precision."""
+    """`function` of two arrays, in fp32 where the result is in half precision.
+
+    The processor traps whole numbers divided by 0, and the lowest one by -1: both become
+    divisions by 1, the latter of -a.
+    """
 
     def apply(a: Value, b: Value) -> mx.array:
         dtype = (a + b).dtype  # type: ignore[union-attr]
         wide = mx.float32 if dtype in _HALF else dtype
-        return function(*(mx.array(x).astype(wide) for x in (a, b))).astype(dtype)
+        x, y = (mx.array(value).astype(wide) for value in (a, b))
+        if not (mx.issubdtype(dtype, mx.inexact) or (isinstance(b, (int, float)) and b > 0)):
+            if dtype == mx.bool_:
+                raise TypeError("division of bool")
+            if isinstance(b, (int, float)) and b == 0:
+                raise ZeroDivisionError("division by 0")
+            negated = (y == -1) & mx.array(mx.issubdtype(dtype, mx.signedinteger))
+            x, y = mx.where(negated, -x, x), mx.where(negated | (y == 0), 1, y)
+        return function(x, y).astype(dtype)
 
     return apply
 

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import MlxconvError
-from .registry import counted, ints, op
+from .registry import counted, ints, op, within
 
 
 def slices(x: mx.array, axis: int, index: slice) -> tuple[slice, ...]:
@@ -45,13 +45,15 @@ def slice_update(
 def select(x: mx.array, axis: int, index: int) -> mx.array:
     """x[index] along an axis, which is dropped."""
     picked: list[Any] = [slice(None)] * x.ndim
-    picked[axis] = int(index)
+    picked[axis] = within(index, x.shape[axis])
     return x[tuple(picked)]
 
 
 @op
 def split(x: mx.array, sizes: Sequence[int], axis: int = 0) -> list[mx.array]:
     """Consecutive pieces of the sizes given."""
+    if sum(ints(sizes)) != x.shape[axis]:
+        raise ValueError(f"pieces of {list(sizes)!s:.60} of an axis of {x.shape[axis]}")
     bounds = np.cumsum(ints(sizes))[:-1].tolist()
     return list(mx.split(x, bounds, axis=axis)) if bounds else [x]
 
@@ -79,7 +81,7 @@ def unbind(x: mx.array, axis: int = 0) -> list[mx.array]:
 @op
 def take(x: mx.array, index: mx.array, axis: int) -> mx.array:
     """Slices of x along an axis; the axes of `index` take its place."""
-    return mx.take(x, index, axis=axis)
+    return mx.take(x, within(index, x.shape[axis]), axis=axis)
 
 
 @op
@@ -88,17 +90,20 @@ def take_along(x: mx.array, index: mx.array, axis: int) -> mx.array:
     for i in range(x.ndim):
         if i != axis % x.ndim and index.shape[i] < x.shape[i]:
             x = x[slices(x, i, slice(0, index.shape[i]))]
-    return mx.take_along_axis(x, index, axis=axis)
+    return mx.take_along_axis(x, within(index, x.shape[axis]), axis=axis)
 
 
-def _everywhere(indices: Sequence[mx.array | None]) -> tuple[mx.array | slice, ...]:
-    return tuple(slice(None) if i is None else i for i in indices)
+def _everywhere(
+    x: mx.array, indices: Sequence[mx.array | None]
+) -> tuple[mx.array | slice, ...]:
+    pairs = zip(indices, x.shape[: len(indices)], strict=True)
+    return tuple(slice(None) if i is None else within(i, size) for i, size in pairs)
 
 
 @op
 def index(x: mx.array, indices: Sequence[mx.array | None]) -> mx.array:
     """Advanced indexing; None keeps an axis."""
-    return x[_everywhere(indices)]
+    return x[_everywhere(x, indices)]
 
 
 @op
@@ -119,7 +124,7 @@ def index_put(
     x: mx.array, indices: Sequence[mx.array | None], values: mx.array, accumulate: bool = False
 ) -> mx.array:
     """x with x[indices] replaced by, or increased by, values."""
-    return _put(x, _everywhere(indices), values, accumulate)
+    return _put(x, _everywhere(x, indices), values, accumulate)
 
 
 @op
@@ -129,9 +134,11 @@ def put_along(
     """PyTorch's `scatter`: index has x's rank and may be smaller; values as large or larger."""
     grid: list[mx.array] = []
     for i, size in enumerate(index.shape):
+        if i != axis % x.ndim and size > x.shape[i]:
+            raise ValueError(f"an index of {size} on an axis of {x.shape[i]}")
         line = mx.arange(size).reshape([-1 if a == i else 1 for a in range(index.ndim)])
         grid.append(mx.broadcast_to(line, index.shape))
-    grid[axis] = index
+    grid[axis] = within(index, x.shape[axis])
     if values.ndim:
         values = values[tuple(slice(0, size) for size in index.shape)]
     return _put(x, tuple(grid), values, accumulate)

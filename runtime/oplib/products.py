@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from . import long_sums
-from .registry import on_cpu, op
+from .registry import on_cpu, op, within
 
 
 class MatrixWeight(Protocol):
@@ -53,7 +53,7 @@ def addmm(c: mx.array, a: mx.array, b: mx.array, alpha: float = 1, beta: float =
 @op
 def embedding(weight: mx.array, ids: mx.array) -> mx.array:
     """Rows of weight (rows, width) by ids (...) -> (..., width)."""
-    return weight[ids]
+    return weight[within(ids, weight.shape[0])]
 
 
 @op
@@ -77,6 +77,8 @@ def attention(
     `causal` lets query i attend to keys 0 to i. Leading axes before heads are flattened to one.
     """
     shape = (*q.shape[:-1], v.shape[-1])
+    if 0 in (q.size, k.size):
+        return mx.zeros(shape, q.dtype)
     if causal and q.shape[-2] != k.shape[-2]:
         # MLX's own causal mask is aligned to the last key, PyTorch's to the first.
         mask = mx.tri(q.shape[-2], k.shape[-2], dtype=mx.float32) > 0
@@ -119,6 +121,13 @@ def _to_channels_first(x: mx.array, bias: mx.array | None) -> mx.array:
     return x.transpose(0, x.ndim - 1, *range(1, x.ndim - 1))
 
 
+def _floats(*arrays: mx.array) -> None:
+    """MLX finds out only when it evaluates."""
+    wrong = [a.dtype for a in arrays if a.dtype not in (mx.float32, mx.float16, mx.bfloat16)]
+    if wrong:
+        raise TypeError(f"a convolution of {wrong[0]}")
+
+
 @op
 def conv(
     x: mx.array,
@@ -133,6 +142,7 @@ def conv(
 
     The weight is stored channels-last; x and the result (batch, out, *size) are channels-first.
     """
+    _floats(x, weight)
     settings: dict[str, Any] = {"stride": stride, "padding": padding, "kernel_dilation": dilation}
     last = _to_channels_last(x)
     if groups > 1 and weight.ndim == 5:  # MLX has groups over one and two axes only
@@ -161,6 +171,7 @@ def conv_transpose(
     dilation: Sequence[int] = (1,),
 ) -> mx.array:
     """Transposed convolution; weight (out/groups, *kernel, in), x (batch, in, *size)."""
+    _floats(x, weight)
     function: Any = (mx.conv_transpose1d, mx.conv_transpose2d, mx.conv_transpose3d)[x.ndim - 3]
     settings: list[Any] = [tuple(v) for v in (stride, padding, dilation, output_padding)]
     if x.ndim == 3:

@@ -59,5 +59,25 @@ def counted(count: Number) -> int:
     return int(count)
 
 
+def within(index: Any, size: int) -> Any:
+    """An index, or an array of them, that stays on an axis of `size`: from -size to size - 1.
+
+    MLX reads and writes whatever lies beyond. A number is checked; values that are computed are
+    clamped, since they are not known while the graph is built.
+    """
+    if not isinstance(index, mx.array):
+        if not -size <= int(index) < size:
+            raise ValueError(f"index {index!s:.30} on an axis of {size}")
+        return int(index)
+    if not mx.issubdtype(index.dtype, mx.integer):
+        raise TypeError(f"an index of {index.dtype}, expected whole numbers")
+    if size == 0 and index.size:
+        raise ValueError("an index on an axis of 0")
+    if index.dtype not in (mx.int32, mx.int64, mx.uint32):
+        index = index.astype(mx.int32)  # in which `size` has its place
+    low = 0 if index.dtype == mx.uint32 else -size
+    return mx.clip(index, low, max(0, size - 1))
+
+
 def from_numpy(values: Any, dtype: str) -> mx.array:
     return mx.array(np.asarray(values), dtype=dtype_of(dtype))
