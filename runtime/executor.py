@@ -334,7 +334,7 @@ class Executor:
 
     def _apply(self, step: _Step, args: dict[str, Any], prefix: str) -> Any:
         try:
-            return _bounded(step.function(**args))
+            return _bounded(step.function(**args), args, step.node.op)
         except MlxconvError:
             raise
         except Exception as error:  # of whatever kind: the arguments come from a file
@@ -387,6 +387,7 @@ class Executor:
         names = list(arrays)
         key = (id(entry), tuple(names), tuple(sizes.items()))
         if key not in self._compiled:
+            self._check_depth(entry)
 
             def whole(*flat: mx.array) -> tuple[Any, ...]:
                 self.traces += 1
@@ -395,6 +396,14 @@ class Executor:
 
             self._compiled[key] = mx.compile(whole)
         return tuple(self._compiled[key](*arrays.values()))
+
+    def _check_depth(self, body: Body) -> None:
+        depth = _depth(self.program, body, {})
+        if depth > _DEEPEST:
+            raise MlxconvError(
+                f"{self.program.class_name}: {depth} operations follow each other, MLX compiles at "
+                f"most {_DEEPEST}; use compile='off'"
+            )
 
     def _call_compiled(
         self, name: str, block: Block, inputs: list[Any], path: str, weight: Lookup
@@ -408,6 +417,7 @@ class Executor:
         ]
         key = (name, tuple(_make(h) for h in (*dynamic, *held)), repr(statics))
         if key not in self._compiled:
+            self._check_depth(block)
             shells = [_shell(h) for h in (*dynamic, *held)]
             function = self._block_function(block, keys, shells, dict(statics), path)
             self._compiled[key] = mx.compile(function)
@@ -436,11 +446,39 @@ class Executor:
         return function
 
 
+# `mx.compile` walks the graph recursively: at 50,000 primitives one after the other the stack of a
+# thread is full. An op is a few of them, a curve such as gelu on a CPU some thirty.
+_DEEPEST = 8_000
+_CURVES = frozenset({"erf", "exp", "gelu", "sigmoid", "silu", "softplus", "tanh"})
+
+
+def _depth(program: Program, body: Body, known: dict[int, int]) -> int:
+    """Ops on the longest way through a body, its blocks included; a curve counts as six."""
+    if id(body) not in known:
+        level: dict[str, int] = {}
+        for node in body.nodes:
+            before = max((level.get(n, 0) for n in refs(node.args.values())), default=0)
+            if node.op == "call":
+                inner = _depth(program, program.blocks[str(node.args["block"])], known)
+            else:
+                inner = 6 if node.op in _CURVES else 1
+            level.update(dict.fromkeys(node.out, before + inner))
+        known[id(body)] = max(level.values(), default=0)
+    return known[id(body)]
+
+
 MEMORY_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _bounded(results: Any) -> Any:
-    """What an op gave: arrays that the machine can hold, and numbers of 64 bits."""
+_LARGE, _GROWTH = 1 << 26, 1 << 16  # elements; how often larger than what it is made of
+_LAZY = frozenset({"broadcast", "full"})  # without memory of their own
+
+
+def _bounded(results: Any, args: Mapping[str, Any], op: str) -> Any:
+    """What an op gave: arrays that the machine can hold, and numbers of 64 bits.
+
+    No model makes a large array of a few elements; a program that is to fill the memory does.
+    """
     for result in results if isinstance(results, list) else (results,):
         if isinstance(result, mx.array):
             size = math.prod(result.shape) * result.dtype.size
@@ -449,6 +487,10 @@ def _bounded(results: Any) -> Any:
                     f"the result has shape {tuple(result.shape)}, {size / 1e9:.3g} GB; "
                     f"this machine has {MEMORY_BYTES / 1e9:.3g} GB"
                 )
+            if result.size > _LARGE and op not in _LAZY:
+                given = sum(getattr(a, "size", 0) for a in _flat(args.values()))
+                if result.size > _GROWTH * given:
+                    raise ValueError(f"{given} elements make {result.size}")
         elif isinstance(result, int) and abs(result) > MAX_INT:
             raise ValueError("the result is a number beyond 64 bits")
         elif not isinstance(result, (int, float)):

@@ -27,7 +27,7 @@ STAGES = ("constant", "prompt", "schedule", "step")
 # A bundle may come from anywhere: what it asks for is bounded, fifty times above the largest
 # program traced (2,209 nodes).
 MAX_NODES = 100_000  # as written
-MAX_RUN = 5_000_000  # as run, each block as often as it is called
+MAX_RUN = 500_000  # as run, each block as often as it is called
 MAX_DEPTH = 16  # of an argument, tuples within tuples
 MAX_INT = 2**63
 

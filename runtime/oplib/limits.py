@@ -15,7 +15,7 @@ Range = tuple[int, int]
 _MOST = 2**31 - 1  # MLX counts in 32 bits
 _ANY, _COUNT, _SIZE, _FREE = (-_MOST, _MOST), (1, _MOST), (0, _MOST), (-1, _MOST)
 _AXIS = (-64, 63)
-_WINDOW = (1, 4096)  # elements of a pooling window along one axis: one slice each
+_WINDOW = (1, 256)  # elements of a pooling window along one axis: one slice each
 
 # Arguments that mean the same wherever they occur.
 _EVERYWHERE: dict[str, Range] = {

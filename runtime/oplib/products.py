@@ -8,6 +8,8 @@ import mlx.core as mx
 from . import long_sums
 from .registry import on_cpu, op, within
 
+_SLACK = 64  # elements: some models pad kernels of one element
+
 
 class MatrixWeight(Protocol):
     """What `linear` needs of a weight: dense arrays and quantized weights both provide it."""
@@ -121,11 +123,16 @@ def _to_channels_first(x: mx.array, bias: mx.array | None) -> mx.array:
     return x.transpose(0, x.ndim - 1, *range(1, x.ndim - 1))
 
 
-def _floats(*arrays: mx.array) -> None:
-    """MLX finds out only when it evaluates."""
-    wrong = [a.dtype for a in arrays if a.dtype not in (mx.float32, mx.float16, mx.bfloat16)]
+def _check_window(
+    x: mx.array, weight: mx.array, steps: Sequence[int], dilation: Sequence[int]
+) -> None:
+    """Dtypes that MLX refuses only when it evaluates; and no step far beyond the kernel's reach."""
+    wrong = [a.dtype for a in (x, weight) if a.dtype not in (mx.float32, mx.float16, mx.bfloat16)]
     if wrong:
         raise TypeError(f"a convolution of {wrong[0]}")
+    reach = max(weight.shape[1:-1], default=0) * max(dilation, default=1)
+    if max(steps, default=0) > reach + _SLACK:
+        raise ValueError(f"a padding or stride of {max(steps)} for a kernel that reaches {reach}")
 
 
 @op
@@ -142,7 +149,7 @@ def conv(
 
     The weight is stored channels-last; x and the result (batch, out, *size) are channels-first.
     """
-    _floats(x, weight)
+    _check_window(x, weight, padding, dilation)
     settings: dict[str, Any] = {"stride": stride, "padding": padding, "kernel_dilation": dilation}
     last = _to_channels_last(x)
     if groups > 1 and weight.ndim == 5:  # MLX has groups over one and two axes only
@@ -171,7 +178,7 @@ def conv_transpose(
     dilation: Sequence[int] = (1,),
 ) -> mx.array:
     """Transposed convolution; weight (out/groups, *kernel, in), x (batch, in, *size)."""
-    _floats(x, weight)
+    _check_window(x, weight, (*padding, *stride, *output_padding), dilation)
     function: Any = (mx.conv_transpose1d, mx.conv_transpose2d, mx.conv_transpose3d)[x.ndim - 3]
     settings: list[Any] = [tuple(v) for v in (stride, padding, dilation, output_padding)]
     if x.ndim == 3:

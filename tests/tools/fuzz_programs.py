@@ -305,7 +305,7 @@ class Mutator:
             values[name] = mx.full(x.shape, odd, mx.float32).astype(x.dtype)
         elif self.chance.random() < 0.5:
             shape = list(x.shape) or [1]
-            shape[self.chance.randrange(len(shape))] = self.chance.choice((0, 1, 2, 3, 17, 100))
+            shape[self.chance.randrange(len(shape))] = self.chance.choice((0, 1, 2, 3, 17, 33))
             values[name] = mx.zeros(shape, x.dtype)
         else:
             values[name] = x.astype(getattr(mx, self.chance.choice(("int32", "bool_", "uint8"))))
