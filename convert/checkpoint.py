@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.files import read_json
 
 from .keys import KeyMatch, match_keys, tied_weights
 from .model_class import (
@@ -19,7 +20,7 @@ from .model_class import (
     transformers_config,
 )
 from .safetensors_io import StoredTensor
-from .weight_files import Stamp, file_names, has_weights, read_json_object, read_weights
+from .weight_files import Stamp, file_names, has_weights, read_weights
 
 __all__ = [
     "Checkpoint",
@@ -208,7 +209,7 @@ def _refuse_bundle(path: Path) -> None:
 
 
 def _open_pipeline(path: Path, index_file: Path, variant: str | None) -> Checkpoint:
-    index = read_json_object(index_file)
+    index = read_json(index_file)
     checkpoint = Checkpoint(path, _text(index.get("_class_name"), index_file), index, {}, {}, [])
     for name, (library, class_name) in listed_components(index, index_file).items():
         folder = path / name
@@ -280,7 +281,7 @@ def _open_component(
     config_file = path / "config.json"
     if not config_file.is_file():
         raise MlxconvError(f"{path}: has weights but no config.json; download the folder again")
-    config = read_json_object(config_file)
+    config = read_json(config_file)
     _refuse_quantized(config, config_file)
     if library is None:
         library = "diffusers" if "_class_name" in config else "transformers"

@@ -112,8 +112,9 @@ def new_recipe(class_name: str, config: Path | None = None) -> str:
 
     config: a config.json, or a folder that has one; by default the constructor's defaults.
     """
+    from mlxconv.runtime.files import read_json
+
     from .model_class import find_class, named_class
-    from .weight_files import read_json_object
 
     module, colon, name = class_name.rpartition(":")
     if colon:
@@ -122,7 +123,7 @@ def new_recipe(class_name: str, config: Path | None = None) -> str:
         module = "diffusers" if hasattr(diffusers, class_name) else "transformers"
         cls = find_class(module, class_name, Path(class_name))
     file = config / "config.json" if config is not None and config.is_dir() else config
-    values = read_json_object(file) if file is not None else {}
+    values = read_json(file) if file is not None else {}
     known = inspect.signature(cls).parameters
     return derive_recipe(cls, {k: v for k, v in values.items() if k in known}, module)[1]
 

@@ -17,6 +17,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mlxconv.runtime.errors import MlxconvError
 
+MAX_PARAMETERS = 20_000  # tensors; a large mixture of experts has 6,000
+
+
+class TooLarge(MlxconvError):
+    """More than can be built in seconds."""
+
 
 def merged_config(cls: type, config: Mapping[str, Any]) -> dict[str, Any]:
     """``config`` with the constructor's defaults filled in, and without diffusers' private keys."""
@@ -57,6 +63,8 @@ def _without_tables(
     try:
         with mode:
             module = cls.from_config(dict(config))  # type: ignore[attr-defined]
+    except TooLarge as error:
+        raise MlxconvError(f"{cls.__name__} cannot be built: {error}. Check config.json") from None
     except Exception:  # a constructor may read values, which fake tensors do not have
         return None
     return None if _has_tables(module) else module
@@ -110,8 +118,15 @@ def _of_transformers(cls: Any, config: Mapping[str, Any]) -> nn.Module:
 def _fake_registration(mode: FakeTensorMode) -> Iterator[None]:
     """Every parameter and persistent buffer registered inside becomes a fake tensor."""
     parameter, buffer = nn.Module.register_parameter, nn.Module.register_buffer
+    count = 0
 
     def fake_parameter(self: nn.Module, name: str, value: nn.Parameter | None) -> None:
+        nonlocal count
+        count += 1
+        if count > MAX_PARAMETERS:
+            raise TooLarge(
+                f"its configuration asks for more than {MAX_PARAMETERS} parameters, as no model has"
+            )
         if value is not None and not isinstance(value, FakeTensor):  # a tied one stays the same
             value = nn.Parameter(_fake(mode, value), requires_grad=False)
         parameter(self, name, value)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.files import read_json
 from mlxconv.runtime.hub.bundles import HubBundle, is_hub_bundle
 from mlxconv.runtime.hub.download import (
     Remote,
@@ -29,7 +30,7 @@ from mlxconv.runtime.hub.names import HubName, hub_name
 
 from .checkpoint import INDEX_NAMES, LOOSE, Checkpoint, listed_components, open_checkpoint
 from .safetensors_io import MAX_HEADER_BYTES
-from .weight_files import choose_files, has_weights, read_json_object
+from .weight_files import choose_files, has_weights
 
 # What is fetched beside weights: configurations, tokenizers' vocabularies, chat templates.
 _SMALL = (".json", ".txt", ".model", ".spm", ".tiktoken", ".vocab", ".merges", ".jinja")
@@ -314,13 +315,13 @@ class _Chooser:
             )
         here = [name for name in self.names if "/" not in name]
         self._link_small([n for n in here if n.endswith(_SMALL) or self._is_loose(n)])
-        config = read_json_object(self.folder / "config.json")
+        config = read_json(self.folder / "config.json")
         library = "diffusers" if "_class_name" in config else "transformers"
         self._choose_weights("", here, library, fallback=False)
 
     def _pipeline(self, index: str) -> None:
         self._link_small([index, *(n for n in self.names if self._is_loose(n))])
-        listed = listed_components(read_json_object(self.folder / index), self.folder / index)
+        listed = listed_components(read_json(self.folder / index), self.folder / index)
         if unknown := [name for name in self.asked.components if name not in listed]:
             raise MlxconvError(
                 f"{self.folder}: no component {', '.join(unknown)}; it has {', '.join(listed)}"

@@ -7,14 +7,13 @@ from pathlib import Path
 
 from mlxconv.runtime.bundle import open_bundle
 from mlxconv.runtime.errors import MlxconvError
-from mlxconv.runtime.files import whole
+from mlxconv.runtime.files import read_json, whole
 from mlxconv.runtime.program import CONSTANTS_FILE, PROGRAM_FILE, Program, load_program, to_json
 
 from .bundle_folder import changing
 from .model_class import find_class
 from .programs import Compiled, Size, compile_program, fixed_dims
 from .recipe import Recipe, bundle_recipe
-from .weight_files import read_json_object
 
 
 def add_sizes(
@@ -38,7 +37,7 @@ def add_sizes(
     listed = opened.manifest["components"][component]
     recipe = bundle_recipe(folder, listed["class"])
     wanted = _wanted(recipe, sizes, dims or {}, folder)
-    config = read_json_object(folder / "config.json")
+    config = read_json(folder / "config.json")
     for key in ("mlxconv", "quantization", "quantization_config"):
         config.pop(key, None)
     cls = find_class(listed["library"], listed["class"], folder)

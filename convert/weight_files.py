@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.files import read_json
 
 from .pickle_io import read_pickle
 from .safetensors_io import StoredTensor, read_header
@@ -208,7 +208,7 @@ def _check_index(
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    weight_map = read_json_object(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise MlxconvError(
             f"{index}: has no weight_map of tensor name to file name; download it again"
@@ -268,18 +268,3 @@ def scale_beside(name: str, tensors: Collection[str]) -> str | None:
     scales = [name + suffix for suffix in _SCALE_SUFFIXES]
     scales += [f"{parent}.{sibling}" for sibling in _SCALE_SIBLINGS]
     return next((s for s in [*scales, "scaled_fp8"] if s in tensors and s != name), None)
-
-
-def read_json_object(file: Path) -> dict[str, Any]:
-    """A JSON file that must hold an object; MlxconvError names the file otherwise."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise MlxconvError(f"{file}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise MlxconvError(f"{file}: is not JSON ({error}); download it again") from error
-    if not isinstance(value, dict):
-        raise MlxconvError(
-            f"{file}: holds a JSON {type(value).__name__}, expected an object; download it again"
-        )
-    return value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,8 @@ import mlx.core as mx
 
 from .errors import MlxconvError
 from .executor import Executor
-from .files import is_plain, read_text
+from .files import is_plain
+from .files import read_json as read_json
 from .hub.names import hub_name
 from .ops import dtype_of, on_cpu
 from .program import CONSTANTS_FILE, PROGRAM_FILE, Program, load_program
@@ -62,17 +62,6 @@ class Bundle:
         if weights:
             self.need([name])
         return self.path / name
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; MlxconvError says what is wrong with it."""
-    try:
-        data = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise MlxconvError(f"{path}: not JSON ({error}); copy it again") from error
-    if not isinstance(data, dict):
-        raise MlxconvError(f"{path}: not a JSON object; copy it again")
-    return data
 
 
 def is_bundle(path: Path) -> bool:

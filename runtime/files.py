@@ -1,8 +1,10 @@
 """Files of a bundle, which may come from anywhere: names stay inside, sizes are bounded."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from .errors import MlxconvError
 
@@ -37,6 +39,19 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.2f} GB"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. MlxconvError says what is wrong with it, deep nesting included."""
+    try:
+        data = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise MlxconvError(f"{path}: is not JSON ({error}); get it again") from error
+    if not isinstance(data, dict):
+        raise MlxconvError(
+            f"{path}: holds a JSON {type(data).__name__}, expected an object; get it again"
+        )
+    return data
 
 
 def read_text(path: Path) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import MlxconvError
+from ..files import read_json
 from .names import EVEN, Named, parsed, spacings, usual_names
 from .table import FOREIGN, SCHEDULERS, Row
 
@@ -24,6 +25,7 @@ _FAMILIES = {
     "Helios": "flow",
 }
 _SPACINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
+_MOST_STEPS = 100_000
 _SYNONYMS = {"shift": "flow_shift", "flow_shift": "shift"}
 
 
@@ -62,13 +64,7 @@ def read_scheduler(folder: str | Path, name: str | None = None) -> Scheduler:
     value that is not supported, naming those that are and fit.
     """
     file = _config_file(Path(folder))
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise MlxconvError(f"{file}: cannot be read as JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise MlxconvError(f"{file}: expected an object, found {type(config).__name__}")
-    return scheduler_of(config, source=str(file), name=name)
+    return scheduler_of(read_json(file), source=str(file), name=name)
 
 
 def scheduler_of(
@@ -248,25 +244,31 @@ def _check_value(key: str, value: Any, default: Any, row: Row, where: str) -> No
 def _fits(value: Any, default: Any) -> bool:
     if isinstance(default, bool):
         return isinstance(value, bool)
+    if isinstance(default, float) and value == default:
+        return True  # which may be infinite
     if isinstance(default, tuple) or isinstance(value, list):
         return isinstance(value, list | tuple) and all(_is_number(v) for v in value)
     if isinstance(default, int):
-        return isinstance(value, int) and not isinstance(value, bool)
+        return isinstance(value, int) and _is_number(value) and abs(value) <= _MOST_STEPS
     if default is None:
         return value is None or _is_number(value)
     return _is_number(value)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and -math.inf < value < math.inf
+    )
 
 
 def _check_exclusive(options: Mapping[str, Any], where: str) -> None:
     asked = [key for key in _SPACINGS if options.get(key)]
     if len(asked) > 1:
         raise MlxconvError(f"{where}: {' and '.join(asked)} exclude each other: set one")
-    if options.get("num_train_timesteps", 1) < 1:
-        raise MlxconvError(f"{where}: num_train_timesteps must be 1 or more")
+    if not 1 <= options.get("num_train_timesteps", 1) <= _MOST_STEPS:
+        raise MlxconvError(f"{where}: num_train_timesteps must be 1 to {_MOST_STEPS}")
     flowless = "use_flow_sigmas" in options and not options["use_flow_sigmas"]
     if flowless and options.get("shift_terminal") is not None:
         raise MlxconvError(f"{where}: shift_terminal needs use_flow_sigmas")

@@ -278,7 +278,8 @@ class _Dim(click.ParamType):  # type: ignore[type-arg]
 @click.option("--steps", type=int, help="Of a picture. [default: 4]")
 @click.option("--size", type=_Size(), help="Of a picture. [default: the pipeline's]")
 @click.option("--guidance", type=float, help="guidance_scale. [default: the pipeline's]")
-@click.option("--tokens", type=int, help="max_sequence_length. [default: the pipeline's]")
+@click.option("--tokens", type=click.IntRange(1, 1 << 15),
+              help="max_sequence_length. [default: the pipeline's]")  # fmt: skip
 @click.option("--report", "page", type=click.Path(path_type=Path, dir_okay=False),
               metavar="FILE.html",
               help="Write a page: blocks too, and pictures if SOURCE is a pipeline.")  # fmt: skip
@@ -463,7 +464,8 @@ def _lines(file: TextIO) -> list[str]:
               help="Seed of the noise (repeat for more pictures). [default: random]")  # fmt: skip
 @click.option("--count", type=int, default=1, show_default=True,
               help="Pictures per prompt, with seeds counting up from --seed.")  # fmt: skip
-@click.option("--tokens", type=int, help="Of the longest text encoder. [default: the pipeline's]")
+@click.option("--tokens", type=click.IntRange(1, 1 << 15),
+              help="Of the longest text encoder. [default: the pipeline's]")  # fmt: skip
 @click.option("--scheduler", metavar="NAME",
               help="Instead of the checkpoint's: a class, or a name such as 'DPM++ 2M Karras'; "
               "NAME:option=value,... sets options.")  # fmt: skip

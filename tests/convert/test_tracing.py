@@ -198,6 +198,14 @@ def test_a_module_is_built_without_its_weights():
     assert all(isinstance(p, FakeTensor) for p in module.parameters())
 
 
+def test_a_module_of_more_layers_than_any_model_is_not_built(monkeypatch):
+    """In time: a parameter takes 0.3 ms, and 20,000 are allowed."""
+    monkeypatch.setattr("mlxconv.convert.fake_module.MAX_PARAMETERS", 500)
+    config = {**load_recipe("FluxTransformer2DModel").tiny_config(None), "num_layers": 10**7}
+    with pytest.raises(MlxconvError, match="cannot be built: its configuration asks for more than"):
+        build_module(diffusers.FluxTransformer2DModel, config)
+
+
 def test_modules_kept_in_fp32_are_matched_by_whole_components():
     recipe = load_recipe("WanTransformer3DModel")
     module, _ = build_module(diffusers.WanTransformer3DModel, recipe.tiny_config())

@@ -214,7 +214,7 @@ def test_a_missing_file_says_where_it_was_looked_for(tmp_path: Path) -> None:
 
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "scheduler_config.json").write_text("{")
-    with pytest.raises(MlxconvError, match=r"scheduler_config\.json: cannot be read as JSON"):
+    with pytest.raises(MlxconvError, match=r"scheduler_config\.json: is not JSON"):
         read_scheduler(tmp_path)
 
 
