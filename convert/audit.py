@@ -26,8 +26,9 @@ from .checkpoint import (
     tied_weights,
 )
 from .comparison import Sums
+from .floats import KINDS
 from .plan import to_stored
-from .safetensors_io import read_header
+from .safetensors_io import DTYPES, read_header
 
 # A group may be this much worse than rounding to nearest; a wrong scale is worse by far more.
 _WORSE = 1.25
@@ -35,6 +36,7 @@ _WORSE = 1.25
 _MX_LIMIT = {"mxfp4": 0.35, "nvfp4": 0.35, "mxfp8": 0.1}
 _ROWS = 1 << 20  # elements compared at a time
 _CHUNK = 1 << 24  # bytes read at a time
+_FIRST = 1 << 16  # bytes, where the first are likely to answer
 
 
 @dataclass
@@ -42,12 +44,14 @@ class Audit:
     """What was compared, and the tensors that are not what the checkpoint has, with the reason.
 
     `missing`: tensors that the program reads and the bundle lacks; they are in `bad` too.
+    `zeros`: floats that are zero throughout in the checkpoint.
     """
 
     tensors: int = 0
     sums: Sums = field(default_factory=Sums)
     bad: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
+    zeros: list[str] = field(default_factory=list)
 
 
 def bundle_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -90,7 +94,7 @@ def audit(
     result.bad |= dict.fromkeys(result.missing, "missing in the bundle")
     for name, source in found.items():
         kind = parameters[name].kind if name in parameters else "other"
-        scales = tensors.get(_part(name, "scales"))
+        scales, finite = tensors.get(_part(name, "scales")), result.sums.finite
         if scales is None:
             reason = _compare_dense(tensors[name], source, kind, result.sums)
         else:
@@ -98,10 +102,23 @@ def audit(
             biases = tensors.get(_part(name, "biases"))
             reason = _compare_quantized(tensors[name], scales, biases, spec, source, result.sums)
         result.tensors += 1
+        if _is_zero(source):
+            result.zeros.append(name)
+        if finite and not result.sums.finite:
+            result.bad.setdefault(name, f"NaN or infinity {result.sums.not_finite}")
         progress(source.nbytes)
         if reason:
             result.bad[name] = reason
     return result
+
+
+def _is_zero(source: StoredTensor) -> bool:
+    """Whether a tensor of floats is zero throughout; of most the first bytes answer."""
+    bits = {2: np.uint16, 4: np.uint32}.get(DTYPES[source.dtype][0])
+    return source.dtype in KINDS and not any(
+        (np.frombuffer(chunk, bits) << 1).any()  # without the sign
+        for chunk in source.chunks(_FIRST)
+    )
 
 
 def _changed(folder: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:

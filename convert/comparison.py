@@ -13,6 +13,7 @@ import numpy as np
 from mlxconv.runtime.errors import MlxconvError
 
 Array = np.ndarray[Any, Any]
+QUANTIZATION_ERROR = "quantization error, reported only"
 EXACT_DB = 400.0  # `sqnr_db` of equal values, which have no finite one
 
 
@@ -30,16 +31,24 @@ class Sums:
     other: float = 0.0
     max_abs: float = 0.0
     max_reference: float = 0.0
-    finite: bool = True
+    not_finite: str = ""  # where the first NaN or infinity is
+    constant: bool = False  # the references hold one number each: equality proves nothing
 
-    def add(self, a: Any, b: Any) -> None:
+    @property
+    def finite(self) -> bool:
+        """Whether all values were finite, on both sides."""
+        return not self.not_finite
+
+    def add(self, a: Any, b: Any, name: str = "") -> None:
         """Compare `a` with the reference `b`, arrays of one shape; a piece at a time."""
+        shape = np.shape(b)
         a, b = np.asarray(a).ravel(), np.asarray(b).ravel()
         narrow = a.dtype == b.dtype == np.float32
         for start in range(0, a.size, _PIECE):
             x, y = (v[start : start + _PIECE] for v in (a, b))
             # Values whose squares leave the range of float32, or are not finite, need more.
             if not (narrow and _largest(y) > _SMALL and self._add(x, y)):
+                self._find_not_finite({"result": x, "reference": y}, start, shape, name)
                 with np.errstate(all="ignore"):
                     self._add(x.astype(np.float64), y.astype(np.float64), last=True)
 
@@ -64,7 +73,6 @@ class Sums:
             sums = [float(x @ y) for x, y in ((gap, gap), (b, b), (a, a), (a, b))]
         if not (last or all(map(math.isfinite, sums))):
             return False
-        self.finite = self.finite and bool(np.isfinite(a).all())
         self.difference += sums[0]
         self.reference += sums[1]
         self.other += sums[2]
@@ -73,9 +81,18 @@ class Sums:
         self.max_reference = max(self.max_reference, _largest(b))
         return True
 
+    def _find_not_finite(
+        self, sides: dict[str, Array], start: int, shape: tuple[int, ...], name: str
+    ) -> None:
+        for side, values in sides.items():
+            bad = np.flatnonzero(~np.isfinite(values))
+            if self.finite and bad.size:
+                at = [int(i) for i in np.unravel_index(start + bad[0], shape)]
+                self.not_finite = " ".join(filter(None, (f"in the {side}", name, f"at {at}")))
+
     @property
     def rel_l2(self) -> float:
-        """||a-b|| / ||b||; ||a|| where the reference is zero; infinite where a is not finite."""
+        """||a-b|| / ||b||; ||a|| where the reference is zero; infinite unless both are finite."""
         if not self.finite:
             return math.inf
         if not self.reference:
@@ -114,9 +131,16 @@ def compare(results: Iterable[Any], references: Iterable[Any]) -> Sums:
     if shapes[0] != shapes[1]:
         raise MlxconvError(f"outputs have shapes {shapes[0]}, diffusers gives {shapes[1]}")
     sums = Sums()
-    for a, b in zip(results, references):
-        sums.add(to_numpy(a), b)
+    for number, (a, b) in enumerate(zip(results, references)):
+        sums.add(to_numpy(a), b, f"(output {number + 1})" if len(references) > 1 else "")
+    varying = [b for b in map(np.asarray, references) if b.dtype.kind == "f" and b.size > 1]
+    sums.constant = bool(varying) and all(b.min() == b.max() for b in varying)
     return sums
+
+
+def decibels(value: float, unit: str = "") -> str:
+    """For people: EXACT_DB stands for equal values."""
+    return "exact" if value >= EXACT_DB else f"{value:.1f}{unit}"
 
 
 def to_numpy(value: Any) -> Array:
@@ -144,6 +168,11 @@ class Row:
     note: str = ""
     psnr_db: float | None = None  # of pictures, whose values are in 0 to 1
 
+    @property
+    def judged(self) -> bool:
+        """False for what quantization cost, which is only reported beside the runtime's row."""
+        return not self.note.startswith(QUANTIZATION_ERROR)
+
 
 def psnr_db(sums: Sums, count: int) -> float:
     """Peak signal-to-noise ratio of `count` values in 0 to 1, at most EXACT_DB."""
@@ -164,9 +193,10 @@ def make_row(
     note: str = "",
 ) -> Row:
     """The row of these sums, judged by `threshold` unless `passed` says how it was judged."""
-    judged = sums.rel_l2 <= (threshold or 0.0) if passed is None else passed
+    if passed is None:
+        passed = sums.rel_l2 <= (threshold or 0.0)
     if not sums.finite:
-        note = note or "NaN or infinite values in the result"
+        note = ", ".join(filter(None, (note, f"NaN or infinity {sums.not_finite}")))
     return Row(
         tier,
         component,
@@ -178,6 +208,6 @@ def make_row(
         sums.sqnr_db,
         threshold,
         reference,
-        bool(judged) and sums.finite,
+        bool(passed) and sums.finite,
         note,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,9 @@ from mlxconv.runtime.hub.names import hub_name
 from mlxconv.runtime.program import PROGRAM_FILE, load_program
 
 from .audit import Audit, audit
-from .checkpoint import Checkpoint, Component
-from .comparison import Row, make_row
+from .checkpoint import Checkpoint, Component, merged_config
+from .comparison import Row, decibels, make_row
+from .coverage import not_covered, pixel_dims, sizes_of
 from .forwards import Case, compare_entries
 from .hub_source import Asked, opened, shown_name
 from .recipe import Recipe, bundle_recipe, load_recipe_file
@@ -43,6 +44,7 @@ class ParityReport:
     tiers: list[Row] = field(default_factory=list)
     begins_at: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    sizes: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)  # of each entry
     generated: dict[str, Any] | None = None  # how pictures were asked for
     compared: list[Compared] = field(default_factory=list, repr=False)
 
@@ -65,6 +67,7 @@ class ParityReport:
             "tiers": rows,
             "begins_at": self.begins_at,
             "notes": self.notes,
+            "sizes": self.sizes,
             "generated": self.generated,
         }
 
@@ -74,11 +77,12 @@ class ParityReport:
         lines = [f"{head}{'limit':>10}  result"]
         for row in self.tiers:
             limit = "" if row.threshold is None else f"{row.threshold:.1e}"
-            psnr = "" if row.psnr_db is None else f"PSNR {row.psnr_db:.1f} dB"
-            result = "  ".join(filter(None, ("ok" if row.passed else "FAILED", psnr, row.note)))
+            psnr = "" if row.psnr_db is None else f"PSNR {decibels(row.psnr_db, ' dB')}"
+            verdict = "FAILED" if not row.passed else "ok" if row.judged else ""
+            result = "  ".join(filter(None, (verdict, psnr, row.note)))
             lines.append(
                 f"{row.component:<16}{row.tier:<11}{row.name:<34}{row.rel_l2:>10.2e}"
-                f"{row.max_rel:>10.2e}{row.sqnr_db:>7.1f}{limit:>10}  {result}"
+                f"{row.max_rel:>10.2e}{decibels(row.sqnr_db):>7}{limit:>10}  {result}"
             )
         lines += self.notes
         lines += [f"{name}: the error begins at {at}" for name, at in self.begins_at.items()]
@@ -125,8 +129,11 @@ def verify(
     "trajectory" and "image" run whole pipelines, for each prompt: latents after each step, and
     pictures. They pass at 50 dB (of latents to themselves; PSNR of pictures in 0 to 1) where the
     other tiers ask for 1e-4; half precision may also be at most 1.5x as far off as PyTorch's own.
-    size: (width, height); tokens: of the longest text encoder. Steps are 4, all else is the
-    pipeline's by default.
+    size: (width, height), of the other tiers' forward passes too; tokens: of the longest text
+    encoder. Steps are 4, all else is the pipeline's by default.
+
+    Weights that are zero throughout hide errors before them: the float32 forward is compared once
+    more with noise in their place, on both sides. An output of one number throughout fails.
 
     page: an HTML report to write, with blocks, and pictures where the source is a whole pipeline;
     command: what it shows as the way to get it again.
@@ -155,6 +162,8 @@ def verify(
             _case(made, checkpoint, name, given, seed, dtype, threshold, stream, dims or {})
             for name in names
         ]
+        if size is not None and not whole:
+            cases = _at_size(cases, size)
         own = "block" if page is not None else tier
         complete = [_verify_component(case, own, found, say) for case in cases]
         if not components:
@@ -191,10 +200,13 @@ def _check(
         from .report_page import check_place
 
         check_place(Path(page))
+    of_forwards = page is None and tier not in PIPELINE_TIERS
+    if of_forwards:
+        asked = {name: value for name, value in asked.items() if name != "size"}
     options = ", ".join(
         f"--{name.removesuffix('s') if name == 'prompts' else name}" for name in asked
     )
-    if asked and page is None and tier not in PIPELINE_TIERS:
+    if asked and of_forwards:
         raise MlxconvError(
             f"{options}: of pictures, which --tier {tier} does not make; add --tier image, "
             "--tier trajectory or --report FILE.html"
@@ -267,6 +279,19 @@ def _case(
     return Case(name, folder, component, config, own, seed, dtype, threshold, stream, dims)
 
 
+def _at_size(cases: Sequence[Case], size: tuple[int, int]) -> list[Case]:
+    """The cases at the sizes that these pixels give; those of `--dim` go before."""
+    found = []
+    for case in cases:
+        config = merged_config(case.component)
+        pixels = {} if case.recipe is None else pixel_dims(case.recipe, config, size)
+        found.append(replace(case, dims={**pixels, **case.dims}))
+    if all(case.dims == at.dims for case, at in zip(cases, found)):
+        names = ", ".join(case.name for case in cases)
+        raise MlxconvError(f"--size: pixels decide no size of {names}; give --dim NAME=SIZE")
+    return found
+
+
 # ---- components ---------------------------------------------------------------------------------
 
 
@@ -286,7 +311,11 @@ def _verify_component(
         return False
     if program is None or case.recipe is None or tier in PIPELINE_TIERS:
         return True
-    for rows, begins in compare_entries(case, case.recipe, program, tier, say):
+    recipe, zeros = case.recipe, [name for name in audited.zeros if name in parameters]
+    case = replace(case, zeros=tuple(zeros))
+    sizes = report.sizes[case.name] = sizes_of(case, recipe, program)
+    report.notes += filter(None, [not_covered(case, recipe, sizes)])
+    for rows, begins in compare_entries(case, recipe, program, tier, say):
         report.tiers.extend(rows)
         if begins:
             report.begins_at.setdefault(case.name, begins)

@@ -23,7 +23,7 @@ from mlxconv.runtime.families import FAMILIES
 from mlxconv.runtime.program import PROGRAM_FILE, load_program
 
 from .checkpoint import Checkpoint
-from .comparison import Array, Row, Sums, compare, make_row, psnr_db
+from .comparison import QUANTIZATION_ERROR, Array, Row, Sums, compare, make_row, psnr_db
 from .dequantized import dequantized_tensors
 from .forwards import HALF_FACTOR
 from .into_diffusers import into_diffusers
@@ -276,7 +276,7 @@ def _rows(
         return [row]
     cost = _sums(ours, part(compared.original))
     first = make_row(tier, PIPELINE, name, cost, None, label, passed=row.passed,
-                     note="quantization error")  # fmt: skip
+                     note=QUANTIZATION_ERROR)  # fmt: skip
     return [_with_psnr(first, cost, exact.size), row]
 
 

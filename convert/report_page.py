@@ -28,7 +28,7 @@ from mlxconv.runtime.measuring.machine import described
 
 from .bundle_files import versions
 from .checkpoint import Checkpoint
-from .comparison import Array, Row
+from .comparison import Array, Row, decibels
 from .inspection import inspect
 from .plots import Point, Series, log_plot
 from .report import human_count
@@ -126,7 +126,8 @@ def _number(value: float | None, form: str = ".1e") -> str:
         return "–"
     if not math.isfinite(value):
         return "not finite"
-    return f'<data value="{value!r}">{value:{form}}</data>'
+    shown = decibels(value) if form == "dB" else f"{value:{form}}"
+    return f'<data value="{value!r}">{shown}</data>'
 
 
 def _share(part: float, whole: float) -> str:
@@ -152,7 +153,7 @@ def sizes(bundle: Bundle, checkpoint: Checkpoint) -> list[dict[str, Any]]:
 
 
 def _verdict(report: ParityReport) -> str:
-    judged = [row for row in report.tiers if not _unjudged(row)]
+    judged = [row for row in report.tiers if row.judged]
     wrong = [row for row in judged if not row.passed]
     if report.passed:
         told = f"All {len(judged)} judged comparisons are within their limits."
@@ -170,20 +171,15 @@ def _verdict(report: ParityReport) -> str:
     )
 
 
-def _unjudged(row: Row) -> bool:
-    """Reported beside a row that is judged: what quantization cost."""
-    return row.threshold is None and row.tier != "weights"
-
-
 def _key(report: ParityReport, components: Sequence[dict[str, Any]]) -> str:
     """The figures that most readers look for: name, value, what it belongs to."""
     facts: list[tuple[str, str, str]] = []
     for name, judged in (("Picture", True), ("Picture, quantization", False)):
         pictures = [row for row in report.tiers if row.psnr_db is not None]
-        found = [row for row in pictures if _unjudged(row) is not judged]
+        found = [row for row in pictures if row.judged is judged]
         if found:
             least = min(found, key=lambda row: row.psnr_db or 0.0)
-            facts.append((name, f"{least.psnr_db:.1f} dB PSNR", least.name))
+            facts.append((name, f"{decibels(least.psnr_db or 0.0, ' dB')} PSNR", least.name))
     nearest = max((r for r in report.tiers if r.threshold), key=_use, default=None)
     if nearest is not None:
         use = 100 * _use(nearest)
@@ -327,8 +323,8 @@ def _trajectories(report: ParityReport) -> str:
     plots = []
     for prompt, found in groupby(rows, lambda row: row.name.rpartition("step ")[0]):
         steps = list(found)
-        judged = [_step(row) for row in steps if not _unjudged(row)]
-        cost = [_step(row) for row in steps if _unjudged(row)]
+        judged = [_step(row) for row in steps if row.judged]
+        cost = [_step(row) for row in steps if not row.judged]
         series = [Series("runtime, against its own weights" if cost else "bundle", "first", judged)]
         if cost:
             series.append(Series("quantization, against the original", "second", cost))
@@ -345,7 +341,7 @@ def _step(row: Row) -> Point:
 def _blocks(report: ParityReport) -> str:
     """A plot an entry of a component: its blocks in order, and its output."""
     plots = []
-    judged = [r for r in report.tiers if r.tier in ("forward", "block") and not _unjudged(r)]
+    judged = [r for r in report.tiers if r.tier in ("forward", "block") and r.judged]
     for k, forward in enumerate(judged):
         following = takewhile(lambda row: row.tier == "block", judged[k + 1 :])
         if forward.tier == "forward" and (blocks := [_block(row) for row in following]):
@@ -433,12 +429,12 @@ def _columns(tier: str, noted: bool) -> list[str]:
 
 
 def _row(row: Row, noted: bool) -> str:
-    result = ("passed" if row.passed else "failed") if not _unjudged(row) else "reported"
+    result = ("passed" if row.passed else "failed") if row.judged else "reported"
     colour = f' class="{result}-cell"' if result != "reported" else ""
-    psnr = [_number(row.psnr_db, ".1f")] if row.tier == "image" else []
+    psnr = [_number(row.psnr_db, "dB")] if row.tier == "image" else []
     figures = [
         *psnr, _number(row.rel_l2), _number(row.threshold), _number(row.max_rel),
-        _number(row.max_abs), _number(row.cosine, ".6f"), _number(row.sqnr_db, ".1f"),
+        _number(row.max_abs), _number(row.cosine, ".6f"), _number(row.sqnr_db, "dB"),
     ]  # fmt: skip
     cells = "".join(f'<td class="n">{figure}</td>' for figure in figures)
     note = f"<td>{escape(row.note)}</td>" if noted else ""

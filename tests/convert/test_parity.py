@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from importlib.resources import files
@@ -17,6 +18,7 @@ from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 
 from mlxconv.cli import cli
+from mlxconv.convert import coverage
 from mlxconv.convert.comparison import Sums, compare, make_row
 from mlxconv.convert.conversion import convert
 from mlxconv.convert.parity import ParityReport, verify
@@ -131,7 +133,7 @@ def test_streaming_several_entries_of_a_pipeline(
 ) -> None:
     report = verify(pipeline_bundle("4bit"), pipeline_checkpoint, stream=True)
     assert report.passed, report.as_text()
-    assert {row.component for row in report.tiers} == {
+    assert {row.component for row in report.tiers if row.tier != "tokens"} == {
         "text_encoder", "text_encoder_2", "transformer", "vae",
     }  # fmt: skip
 
@@ -283,6 +285,114 @@ def test_a_wrong_node_fails_in_bf16_too(
     bundle = copy(flux_bundle("bf16"), tmp_path)
     change_nodes(bundle / "transformer", "transformer_blocks", "add", add_to_sub)
     check_failed(bundle, flux_checkpoint, "transformer_blocks.0")
+
+
+def save_zeroed(source: Path, target: Path, change: Callable[[Arrays], None]) -> Path:
+    """A checkpoint like `source` with other weights."""
+    shutil.copytree(source, target)
+    (file,) = target.glob("*.safetensors")
+    arrays: Any = {name: np.array(value) for name, value in load_file(file).items()}
+    change(arrays)
+    save_file(arrays, file, {"format": "pt"})
+    return target
+
+
+def no_output(arrays: Any) -> None:
+    for name in ("proj_out.weight", "proj_out.bias"):
+        arrays[name] = np.zeros_like(arrays[name])
+
+
+def no_gelu(arrays: Any) -> None:
+    for number in (0, 1):
+        name = f"single_transformer_blocks.{number}.proj_out.weight"
+        arrays[name][:, -128:] = 0 * arrays[name][:, -128:]  # what the GELU gives is dropped
+        arrays[name] = 0 * arrays[name]
+
+
+@pytest.mark.parametrize(("change", "q"), [(no_output, "fp32"), (no_output, "bf16"),
+                                           (no_gelu, "4bit")])  # fmt: skip
+def test_weights_of_zero_hide_no_error(
+    change: Callable[[Arrays], None], q: str, flux_checkpoint: Path, tmp_path: Path
+) -> None:
+    source = save_zeroed(flux_checkpoint, tmp_path / "source", change)
+    convert(source, tmp_path / "out", q)
+    right = verify(tmp_path / "out", source)
+    assert right.passed, right.as_text()
+    assert right.tiers[-1].name == "forward (noise for zero weights)"
+    assert 0 < right.tiers[-1].rel_l2 < 1e-4
+    change_nodes(
+        tmp_path / "out" / "transformer", "single_transformer_blocks", "gelu", gelu_to_silu
+    )
+    wrong = verify(tmp_path / "out", source)
+    assert [row.name for row in wrong.tiers if not row.passed] == [right.tiers[-1].name]
+    assert wrong.begins_at["transformer"].startswith("single_transformer_blocks.0")
+
+
+def test_an_output_of_one_number_proves_nothing(flux_checkpoint: Path, tmp_path: Path) -> None:
+    def faint(arrays: Any) -> None:
+        arrays["proj_out.weight"] *= np.float32(1e-30)
+        arrays["proj_out.bias"][:] = 0.5
+
+    source = save_zeroed(flux_checkpoint, tmp_path / "source", faint)
+    convert(source, tmp_path / "out", "fp32")
+    report = verify(tmp_path / "out", source)
+    assert not report.passed
+    assert "proves nothing" in report.tiers[-1].note
+    assert "exact" in report.as_text() and "400.0" not in report.as_text()
+
+
+@pytest.mark.parametrize("side", ["result", "reference"])
+def test_not_finite_on_either_side_fails_and_the_place_is_named(side: str) -> None:
+    right = np.ones((2, 3, 40_000), np.float32)
+    wrong = right.copy()
+    wrong[1, 2, 5] = math.nan
+    pair = (wrong, right) if side == "result" else (right, wrong)
+    sums = compare(pair[:1], pair[1:])
+    for passed in (None, True):
+        row = make_row("forward", "t", "f", sums, 1.0, "torch", passed=passed)
+        assert not row.passed
+        assert row.note == f"NaN or infinity in the {side} at [1, 2, 5]"
+
+
+def test_a_checkpoint_with_nan_fails_at_the_tensor(flux_checkpoint: Path, tmp_path: Path) -> None:
+    def broken(arrays: Any) -> None:
+        arrays["transformer_blocks.1.ff.net.2.bias"][3] = math.nan
+
+    source = save_zeroed(flux_checkpoint, tmp_path / "source", broken)
+    convert(source, tmp_path / "out", "4bit")
+    report = verify(tmp_path / "out", source)
+    assert not any(row.passed for row in report.tiers)
+    assert "transformer_blocks.1.ff.net.2.bias: NaN" in report.begins_at["transformer"]
+
+
+# ---- sizes --------------------------------------------------------------------------------------
+
+
+def test_what_was_not_compared_is_said_and_the_command_compares_it(
+    flux_bundle: Bundles, flux_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coverage, "WORKING_SIZE", (128, 96))
+    report = verify(flux_bundle("fp32"), flux_checkpoint)
+    (note,) = report.notes
+    hint = re.fullmatch(r"transformer: compared at .*; not at 128x96 pixels, as (.*) would", note)
+    assert hint is not None
+    assert report.as_json()["sizes"]["transformer"]["forward"]["image_tokens"] < 48
+    command = ["verify", str(flux_bundle("fp32")), "--against", str(flux_checkpoint), "--json"]
+    result = CliRunner().invoke(cli, [*command, *hint[1].split()])
+    data = json.loads(result.stdout)
+    assert result.exit_code == 0, result.output
+    assert data["notes"] == []
+    assert data["sizes"]["transformer"]["forward"]["image_tokens"] == 48
+
+
+def test_a_size_without_effect_is_refused(
+    pipeline_bundle: Bundles, pipeline_checkpoint: Path
+) -> None:
+    options: Any = {"components": ["text_encoder"], "size": (64, 64)}
+    with pytest.raises(MlxconvError, match="pixels decide no size of text_encoder"):
+        verify(pipeline_bundle("fp32"), pipeline_checkpoint, **options)
+    with pytest.raises(MlxconvError, match="too few pixels for FluxTransformer2DModel"):
+        verify(pipeline_bundle("fp32"), pipeline_checkpoint, size=(8, 8))
 
 
 def check_failed(bundle: Path, source: Path, block: str) -> None:

@@ -1,0 +1,51 @@
+"""The sizes at which `verify` compared forward passes, and those at which it did not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.program import Program
+
+from .checkpoint import merged_config
+from .forwards import Case, EntryRun
+from .recipe import Recipe, evaluate, names_in
+
+WORKING_SIZE = (1024, 1024)  # pixels at which people work
+
+
+def pixel_dims(recipe: Recipe, config: Mapping[str, Any], size: tuple[int, int]) -> dict[str, int]:
+    """The free sizes that (width, height) pixels give, for one picture."""
+    names = {**config, "W": size[0], "H": size[1]}
+    found = {
+        name: int(evaluate(text, names))
+        for name, text in recipe.sizes.items()
+        if {"W", "H"} & names_in(text) and not recipe.dims[name].fixed
+    }
+    small = [name for name, value in found.items() if value < 1]
+    if small:
+        raise MlxconvError(
+            f"--size {size[0]}x{size[1]}: too few pixels for {recipe.class_name} "
+            f"({small[0]} is 0); give more"
+        )
+    batch = recipe.dims.get("batch")
+    return {**({"batch": 1} if found and batch and not batch.fixed else {}), **found}
+
+
+def sizes_of(case: Case, recipe: Recipe, program: Program) -> dict[str, dict[str, int]]:
+    """Every entry's sizes, by its label."""
+    runs = (EntryRun(case, recipe, program, entry) for entry in program.entries)
+    return {run.label: run.dims for run in runs}
+
+
+def not_covered(case: Case, recipe: Recipe, sizes: Mapping[str, Mapping[str, int]]) -> str:
+    """One sentence if an entry ran on fewer pixels than people work with, else nothing."""
+    wanted = pixel_dims(recipe, merged_config(case.component), WORKING_SIZE)
+    wanted.pop("batch", None)
+    ran = next((s for s in sizes.values() if any(s[n] < wanted[n] for n in wanted)), None)
+    if ran is None:
+        return ""
+    shown = ", ".join(f"{name} {ran[name]}" for name in wanted)
+    pixels = "x".join(map(str, WORKING_SIZE))
+    return f"{case.name}: compared at {shown}; not at {pixels} pixels, as --size {pixels} would"
