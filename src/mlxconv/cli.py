@@ -277,7 +277,7 @@ class _Dim(click.ParamType):  # type: ignore[type-arg]
 @click.option("--prompt", "prompts", multiple=True, help="Of a picture (repeat).")
 @click.option("--steps", type=int, help="Of a picture. [default: 4]")
 @click.option("--size", type=_Size(),
-              help="Pixels of forward passes or pictures. [default: small; the pipeline's]")  # fmt: skip
+              help="In pixels. [default: small forwards, the pipeline's pictures]")  # fmt: skip
 @click.option("--guidance", type=float, help="guidance_scale. [default: the pipeline's]")
 @click.option("--tokens", type=click.IntRange(1, 1 << 15),
               help="max_sequence_length. [default: the pipeline's]")  # fmt: skip
