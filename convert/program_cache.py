@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from mlxconv.runtime import machine
 from mlxconv.runtime.program import Parameter, from_json, to_json
 
 from .bundle_files import versions
@@ -58,13 +59,8 @@ def unpatched() -> bool:
 
 
 def cache_folder() -> Path:
-    """$MLXCONV_CACHE, or the user's cache folder by the system's convention."""
-    if given := os.environ.get("MLXCONV_CACHE"):
-        return Path(given).expanduser() / "programs"
-    if sys.platform == "darwin":
-        return Path("~/Library/Caches/mlxconv/programs").expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "mlxconv" / "programs"
+    """Of the entries, in the user's cache folder."""
+    return machine.cache_folder("programs")
 
 
 def entry_key(**facts: Any) -> str | None:

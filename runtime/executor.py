@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from . import binding
 from .errors import MlxconvError
+from .machine import keep_kernels_private
 from .ops import OPS, on_cpu
 from .program import MAX_INT, Arg, Block, Body, Entry, Node, Program, Ref, Weight, refs, walk
 from .weights import (
@@ -145,6 +146,7 @@ class Executor:
     def __init__(
         self, program: Program, weights: Weights, *, compile: str = "off", stream: bool = False
     ) -> None:
+        keep_kernels_private()
         if compile not in COMPILE_MODES:
             raise MlxconvError(f"compile={compile!r}: choose one of {', '.join(COMPILE_MODES)}")
         if stream and (compile == "program" or weights.resident):

@@ -56,8 +56,14 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """No test reads or fills the user's cache of programs."""
-    os.environ["MLXCONV_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    """No test reads or fills the user's cache of programs; MLX's kernels are kept, as they take a
+    minute to compile."""
+    from mlxconv.runtime.machine import keep_kernels_private
+
+    folder, kernels = tmp_path_factory.mktemp("cache"), keep_kernels_private()
+    if kernels is not None:
+        (folder / "kernels").symlink_to(kernels.parent)
+    os.environ["MLXCONV_CACHE"] = str(folder)
 
 
 @pytest.fixture(scope="session")
