@@ -76,7 +76,8 @@ class Figures:
     `cpu` is of all threads, a step. A first step also reads the loop's weights (`read`) and
     compiles (`compile`: what it takes more). Peaks are the most of any repetition:
     of the loop, of what comes before it, and of the process. `gemm_share`: time of the same
-    products as plain GEMMs, in the same process, over that of the step.
+    products as plain GEMMs, in the same process, over that of the step; None where the machine was
+    so busy that these took longer.
     """
 
     step: float
@@ -325,7 +326,7 @@ def figures(runs: Sequence[dict[str, Any]]) -> Figures:
         peak_rss_bytes=_most(runs, "peak_rss_bytes") or 0,
         gflops=None if not flops else flops / step / 1e9,
         gemm_gflops=None if not flops or not gemm else flops / gemm / 1e9,
-        gemm_share=None if not gemm else gemm / step,
+        gemm_share=None if not gemm or gemm > step else gemm / step,
     )
 
 

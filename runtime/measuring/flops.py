@@ -1,7 +1,6 @@
 """Arithmetic of a step: what its products multiply and add, and the same as plain GEMMs."""
 
 import math
-import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -15,6 +14,9 @@ from ..executor import Executor, observed
 from ..program import Node, refs
 from ..stages import split
 from .examples import Example
+
+_LONG_ENOUGH = 2e-3  # seconds, beside which calling MLX takes none
+_HELD = 64 << 20  # bytes of results held at a time
 
 Gemm = tuple[int, int, int, int]  # batch, M, K, N: (batch, M, K) by (batch, K, N)
 
@@ -62,21 +64,35 @@ def step_products(component: LoadedComponent, example: Example, *, staged: bool)
 
 
 def gemm_seconds(products: Products, dtype: mx.Dtype, repeats: int = 3) -> float:
-    """What the same products take as plain `mx.matmul` here and now, one after the other."""
+    """Least time of the same products as plain `mx.matmul`, in this process."""
     return sum(_gemm(gemm, dtype, repeats) * count for gemm, count in products.gemms.items())
 
 
 def _gemm(gemm: Gemm, dtype: mx.Dtype, repeats: int) -> float:
+    """Seconds of one product, in the faster layout of its weights.
+
+    Small ones are evaluated many at once: alone, the call would take longer than the product, and
+    a step would seem to be faster than its products.
+    """
     batch, m, k, n = gemm
     a = mx.random.normal((batch, m, k)).astype(dtype)
-    b = mx.random.normal((batch, k, n)).astype(dtype)
-    mx.eval(a, b, a @ b)
-    seconds = []
-    for _ in range(repeats):
+    plain = mx.random.normal((batch, k, n)).astype(dtype)
+    stored = mx.contiguous(plain.swapaxes(1, 2)).swapaxes(1, 2)  # (N, K), as weights are
+    mx.eval(a @ plain, a @ stored)
+    most = max(1, _HELD // max(1, batch * m * n * a.itemsize))
+    return min(_seconds_of(a, b, most) for b in (plain, stored) * repeats)
+
+
+def _seconds_of(a: mx.array, b: mx.array, most: int) -> float:
+    """Seconds of a @ b: the mean of as many at once as take a while, at most `most`."""
+    together = 1
+    while True:
         began = time.perf_counter()
-        mx.eval(a @ b)
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
+        mx.eval([a @ b for _ in range(together)])
+        seconds = time.perf_counter() - began
+        if seconds >= _LONG_ENOUGH or together >= most:
+            return seconds / together
+        together = min(most, 4 * together)
 
 
 def flops_of(gemm: Gemm) -> int:
