@@ -91,7 +91,7 @@ def difference(ours: TextTokenizer, theirs: Any) -> str:
     """The first of `PROMPTS` that the two tokenize differently, and how; "" where none is."""
     cut = {"padding": "max_length", "max_length": _LENGTH, "truncation": True}
     for text in PROMPTS:
-        pairs = [(_row(ours.unpadded(text).ids), theirs(text).input_ids)]
+        pairs = [(_row(ours.unpadded(text).ids), theirs(text, verbose=False).input_ids)]
         if theirs.pad_token is not None:
             padded, expected = ours.padded(text, _LENGTH), theirs(text, **cut)
             pairs += [(_row(padded.ids), expected.input_ids),

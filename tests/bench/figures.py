@@ -5,11 +5,15 @@
     python tests/bench/figures.py make FOLDER D S a FLUX.1-shaped bf16 checkpoint of D + S blocks
     python tests/bench/figures.py convert FOLDER Q   convert it: CPU seconds beyond tracing, memory
     python tests/bench/figures.py plain FOLDER    the same to 4 bit by mx.quantize and mx.save alone
+    python tests/bench/figures.py refit           gain of the default rounding over mx.quantize
+    python tests/bench/figures.py strips PIXELS MIB  memory of decoding whole and in strips
+    python tests/bench/figures.py decoder         cost of half precision in the trained VAE
 
 Each prints one JSON object. Nothing is downloaded; weights are seeded noise.
 """
 
 import json
+import math
 import resource
 import shutil
 import sys
@@ -185,6 +189,99 @@ def plain(folder: str) -> dict[str, Any]:
     }
 
 
+def refit() -> dict[str, Any]:
+    """Gain of the default method over `mx.quantize`, in dB: Gaussian bf16 weights, groups of 64."""
+    import mlx.core as mx
+    import numpy as np
+
+    from mlxconv.convert.affine import quantize_affine
+
+    rows, width, group = 1024, 4096, 64
+    noise = np.random.default_rng(0).standard_normal((rows, width)).astype(np.float32)
+    weight = mx.array(noise).astype(mx.bfloat16)
+    bits16 = np.array(weight.view(mx.uint16))
+
+    def error(parts: Any, bits: int) -> float:
+        back = mx.dequantize(*(p.reshape(rows, -1) for p in parts), group_size=group, bits=bits)
+        return float(mx.linalg.norm(back.astype(mx.float32) - weight.astype(mx.float32)))
+
+    gains = {}
+    for bits in (8, 6, 5, 4, 3, 2):
+        scales, biases = (np.empty(rows * width // group, np.uint16) for _ in range(2))
+        made = quantize_affine([bits16.ravel()], scales, biases, bits=bits, group=group,
+                               dtype="bfloat16", method="refit")  # fmt: skip
+        codes = np.concatenate([piece.copy() for piece in made])
+        halves = (mx.array(part).view(mx.bfloat16) for part in (scales, biases))
+        ours = error((mx.array(codes), *halves), bits)
+        plain = error(mx.quantize(weight, group, bits), bits)
+        gains[f"{bits}bit"] = round(20 * math.log10(plain / ours), 2)
+    return gains
+
+
+def strips(pixels: str, budget_mib: str) -> dict[str, Any]:
+    """Decoding whole and in strips: AutoencoderKL of FLUX.1's width, seeded weights, fp32."""
+    import mlx.core as mx
+    import numpy as np
+
+    from mlxconv import convert as run
+    from mlxconv.convert.measure import tiny_checkpoint
+    from mlxconv.convert.recipe import load_recipe
+    from mlxconv.runtime.bundle import load_component
+    from mlxconv.runtime.tiling import in_strips
+
+    recipe = load_recipe("AutoencoderKL")
+    wide = {"block_out_channels": [128, 256, 512, 512], "norm_num_groups": 32,
+            "layers_per_block": 2, "latent_channels": 16}  # fmt: skip
+    with tempfile.TemporaryDirectory() as name:
+        tiny_checkpoint(replace(recipe, tiny={**recipe.tiny, **wide}), None, Path(name) / "source")
+        run(Path(name) / "source", Path(name) / "bundle", "fp32")
+        component = load_component(Path(name) / "bundle")
+        side = int(pixels) // 8
+        noise = np.random.default_rng(0).standard_normal((1, 16, side, side))
+        found: dict[str, Any] = {"pixels": int(pixels)}
+        pictures = []
+        for what, budget in (("whole", 2**40), ("strips", int(budget_mib) << 20)):
+            with in_strips(component, budget):
+                component.decode(z=mx.zeros((1, 16, 8, 8)))  # reads the weights
+                mx.clear_cache()
+                mx.reset_peak_memory()
+                before, cpu = mx.get_active_memory(), time.process_time()
+                values = component.decode(z=mx.array(noise.astype(np.float32)))
+                picture = np.array(values[0] if isinstance(values, tuple) else values)
+                found[what] = {"peak_mb": round((mx.get_peak_memory() - before) / 1e6, 1),
+                               "cpu_s": round(time.process_time() - cpu, 1)}  # fmt: skip
+            pictures.append(picture)
+    found["largest_difference_of_255"] = float(np.abs(pictures[0] - pictures[1]).max() * 127.5)
+    return found
+
+
+def decoder() -> dict[str, Any]:
+    """What half precision costs the trained demo pipeline's VAE, over 24 pictures."""
+    import numpy as np
+
+    import mlxconv
+    from mlxconv.convert.shapes import CHECKPOINT
+    from mlxconv.convert.shapes.accuracy import by_mlx
+    from mlxconv.convert.shapes.pictures import held_out_scenes
+
+    captions = [scene.caption for scene in held_out_scenes(24)]
+    with tempfile.TemporaryDirectory() as name:
+        mlxconv.convert(CHECKPOINT, Path(name) / "bundle", "bf16")
+        pictures = {
+            dtype: by_mlx(mlxconv.load(Path(name) / "bundle", vae_dtype=dtype), captions)[0]
+            for dtype in ("float32", "bfloat16", "float16")
+        }
+    found = {}
+    for dtype in ("bfloat16", "float16"):
+        gaps = np.abs(pictures[dtype] - pictures["float32"]) * 255
+        largest = gaps.reshape(len(captions), -1).max(1)
+        found[dtype] = {
+            "psnr_db": round(float(-10 * np.log10(np.mean((gaps / 255) ** 2))), 1),
+            "largest_of_255": [round(float(v), 2) for v in (largest.min(), largest.max())],
+        }
+    return found
+
+
 if __name__ == "__main__":
     command, *arguments = sys.argv[1:]
     actions: dict[str, Any] = {
@@ -193,5 +290,8 @@ if __name__ == "__main__":
         "make": make,
         "convert": convert,
         "plain": plain,
+        "refit": refit,
+        "strips": strips,
+        "decoder": decoder,
     }
     print(json.dumps(actions[command](*arguments)))
