@@ -6,7 +6,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ import mlx.core as mx
 from tqdm import tqdm
 
 from mlxconv.runtime.bundle import MANIFEST
+from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.hub.names import hub_name
 from mlxconv.runtime.interrupts import check_interrupt
+from mlxconv.runtime.options import several, spelled_out
 from mlxconv.runtime.program import CONSTANTS_FILE, PROGRAM_FILE, load_program, to_json
 from mlxconv.runtime.weights import WEIGHTS_STEM
 
@@ -42,23 +44,33 @@ from .weight_files import check_unchanged
 from .writer import Saved, read_back, write_weights
 
 
+@spelled_out(Options)
 def convert(
     source: str | Path,
     out: str | Path,
-    q: str = "bf16",
+    q: str | int = "bf16",
     *,
+    set: Mapping[str, str | int] | Iterable[tuple[str, str]] = (),
     progress: bool = False,
     command: str | None = None,
     **options: Any,
 ) -> ConvertReport:
     """Convert a diffusers pipeline folder, or one component's folder, to an MLX bundle.
 
-    `source` may be a repository of the Hub. `options` are those of `Options`. The bundle appears
-    whole at `out` or not at all. Raises MlxconvError for everything a user can mend; the message
-    says how.
+    The bundle appears whole at `out` or not at all. Raises MlxconvError for everything a user can
+    mend; the message says how.
+
+    source: also a repository of the Hub, ORG/NAME, at `revision`. q: precision of the denoiser, as
+    "bf16" or "4bit" (or 4), or a policy FILE.toml; text_encoder_q and vae_q: of the others.
+    group_size: weights that share a scale. components: names to convert; the rest is copied. keep:
+    anchored globs on modules that stay unquantized. set: bits by such globs, {"blocks.*.ff.**": 8}.
+    sizes: (width, height) in pixels, for classes that fix theirs. recipe, model_class: for classes
+    of other packages. method: how quantized values are chosen. target_size: gigabytes, instead of
+    q. force replaces a bundle; dry_run writes none; weights_only traces no program. progress: say
+    on stderr what is done. command: recorded in the bundle.
     """
     started = time.perf_counter()
-    chosen, use_cache = Options(q=q, **options), unpatched()
+    chosen, use_cache = Options(**_plain(q, set, options)), unpatched()
     if not chosen.dry_run:
         settle(Path(out))
         if hub_name(source) is not None:
@@ -83,6 +95,28 @@ def convert(
         if not chosen.dry_run:
             _convert(run, jobs, found.download, Path(out), command, progress)
         return _report(run, jobs, str(out), started, download)
+
+
+def _plain(
+    q: str | int, settings: Mapping[str, str | int] | Iterable[tuple[str, str]],
+    options: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """The fields of `Options`, of what is natural to write in Python."""
+    pairs = settings.items() if isinstance(settings, Mapping) else settings
+    try:
+        chosen = tuple((pattern, _bits(bits)) for pattern, bits in pairs)
+    except (TypeError, ValueError):
+        raise MlxconvError(f"set is {settings!r:.80}: a mapping of patterns on modules to bits, as "
+                           "{'blocks.*.ff.**': 8}") from None  # fmt: skip
+    given = {**options, "q": _bits(q), "set": chosen}
+    given |= {name: several(given[name]) for name in ("components", "keep") if name in given}
+    sizes = tuple(given.get("sizes", ()))
+    given["sizes"] = (sizes,) if sizes and isinstance(sizes[0], int) else sizes
+    return given
+
+
+def _bits(precision: str | int) -> str:
+    return f"{precision}bit" if isinstance(precision, int) else str(precision)
 
 
 def _prepared(run: Run, download: Download | None) -> dict[str, Job]:

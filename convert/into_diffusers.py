@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 from mlxconv.runtime.binding import at
 from mlxconv.runtime.bundle import LoadedComponent, load_component, open_bundle
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.options import several
 from mlxconv.runtime.program import PROGRAM_FILE, Entry
 from mlxconv.runtime.staging import Begun, Staged
 
@@ -50,7 +51,7 @@ def into_diffusers(
     pipe: Any,
     bundle: str | Path,
     *,
-    components: Sequence[str] | None = None,
+    components: str | Sequence[str] | None = None,
     dtype: str | None = None,
     compile: str = "program",
 ) -> Any:
@@ -62,7 +63,7 @@ def into_diffusers(
     """
     opened = open_bundle(bundle)
     found = [n for n in opened.manifest["components"] if (opened.path / n / PROGRAM_FILE).is_file()]
-    wanted = list(components) if components is not None else found
+    wanted = list(several(components)) if components is not None else found
     unknown = [name for name in wanted if name not in found]
     if unknown:
         raise MlxconvError(

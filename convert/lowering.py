@@ -101,6 +101,7 @@ def lower(traced: Traced, compute: torch.dtype | None = None) -> Lowered:
         tuple(inputs),
         dict(traced.fixed),
         literals,
+        traced.arguments,
     )
     return Lowered(entry, *_used_weights(entry, builder.kinds, traced))
 

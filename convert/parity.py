@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mlxconv.runtime.bundle import Bundle, open_bundle, read_json
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.hub.names import hub_name
+from mlxconv.runtime.options import several
 from mlxconv.runtime.program import PROGRAM_FILE, load_program
 
 from .audit import Audit, audit
@@ -47,6 +48,10 @@ class ParityReport:
     sizes: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)  # of each entry
     generated: dict[str, Any] | None = None  # how pictures were asked for
     compared: list[Compared] = field(default_factory=list, repr=False)
+
+    def __repr__(self) -> str:
+        verdict = "PASSED" if self.passed else "FAILED"
+        return f"<ParityReport {self.bundle}: {verdict}, {len(self.tiers)} rows>"
 
     @property
     def passed(self) -> bool:
@@ -98,7 +103,7 @@ def verify(
     bundle: str | Path,
     against: str | Path,
     *,
-    components: Sequence[str] = (),
+    components: str | Sequence[str] = (),
     tier: str = "forward",
     seed: int = 0,
     dtype: str | None = None,
@@ -107,7 +112,7 @@ def verify(
     model_class: str | None = None,
     stream: bool = False,
     dims: Mapping[str, int] | None = None,
-    prompts: Sequence[str] = (),
+    prompts: str | Sequence[str] = (),
     steps: int | None = None,
     size: tuple[int, int] | None = None,
     guidance: float | None = None,
@@ -135,11 +140,13 @@ def verify(
     Weights that are zero throughout hide errors before them: the float32 forward is compared once
     more with noise in their place, on both sides. An output of one number throughout fails.
 
+    components: names to compare; by default all. prompts: one or several, for those tiers.
     page: an HTML report to write, with blocks, and pictures where the source is a whole pipeline;
     command: what it shows as the way to get it again.
     """
     os.environ["MLX_ENABLE_TF32"] = "0"
-    asked = _asked(prompts, steps=steps, size=size, guidance=guidance, tokens=tokens)
+    components = several(components)
+    asked = _asked(several(prompts), steps=steps, size=size, guidance=guidance, tokens=tokens)
     _check(tier, page, stream, dims or {}, asked)
     made = open_bundle(bundle)
     whole = tier in PIPELINE_TIERS or page is not None

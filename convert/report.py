@@ -61,6 +61,11 @@ class ConvertReport:
     warnings: list[str] = field(default_factory=list)
     download: dict[str, Any] | None = None
 
+    def __repr__(self) -> str:
+        parts = self.components.values()
+        size = human_bytes(sum(part.bytes_out for part in parts))
+        return f"<ConvertReport {self.bundle}: {self.q}, {len(parts)} components, {size}>"
+
     def as_json(self) -> dict[str, Any]:
         """What `convert --json` prints."""
         return {

@@ -128,6 +128,7 @@ class Traced:
     repeated: dict[str, Repeated] = field(default_factory=dict)
     dtype: torch.dtype = torch.bfloat16  # that stands for the compute dtype in the graph
     tied: dict[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()  # what the method takes by position, in its order
 
 
 # --- the trace --------------------------------------------------------------------------------
@@ -241,6 +242,7 @@ class _Job:
     dims: dict[str, int]
     kwargs: dict[str, Any]
     dtype: torch.dtype
+    arguments: tuple[str, ...]
 
     def inputs(self, dims: Mapping[str, int]) -> dict[str, Any]:
         """The program's example inputs where some dims differ from those traced."""
@@ -282,7 +284,9 @@ def _job(
     register_posteriors(module)
     merged = merged_config(cls, config)
     kwargs = example_inputs(recipe, program, merged, dims, dtype=dtype)
-    module.forward = _of_known(_of_named(entry.callable(module), kwargs), entry)
+    method = entry.callable(module)
+    arguments = _positional(method)
+    module.forward = _of_known(_of_named(method, kwargs), entry)
     return _Job(
         module,
         recipe,
@@ -291,7 +295,14 @@ def _job(
         recipe.trace_dims(merged, dims),
         kwargs,
         dtype,
+        arguments,
     )
+
+
+def _positional(method: Callable[..., Any]) -> tuple[str, ...]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    found = inspect.signature(method).parameters
+    return tuple(name for name, parameter in found.items() if parameter.kind in kinds)
 
 
 def _rounds_to_bfloat16(module: nn.Module) -> bool:
@@ -497,6 +508,7 @@ def _traced(job: _Job, exported: ExportedProgram) -> Traced:
         repeated=repeated,
         tied=tied,
         dtype=job.dtype,
+        arguments=job.arguments,
     )
 
 

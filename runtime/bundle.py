@@ -120,10 +120,10 @@ def fingerprint(bundle: Bundle, names: Iterable[str]) -> str:
 
 
 class LoadedComponent:
-    """One component: call it with the keyword names of the diffusers forward.
+    """One component: call it as the diffusers forward, by position or by keyword.
 
     Arguments and results are `mx.array` (NumPy arrays and lists are taken too). Entries other
-    than `forward` are methods: `vae.decode(z=latents)`.
+    than `forward` are methods: `vae.decode(latents)`.
     """
 
     def __init__(self, path: Path, config: dict[str, Any], executor: Executor) -> None:
@@ -144,17 +144,47 @@ class LoadedComponent:
         """Names of the entries: `forward`, `decode`, ..."""
         return list(dict.fromkeys(e.name for e in self.program.entries))
 
-    def __call__(self, **inputs: Any) -> Any:
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Run `forward`, or the one entry there is."""
         names = self.entries
         if "forward" not in names and len(names) > 1:
             raise MlxconvError(f"{self.path}: has no forward; call one of {', '.join(names)}")
-        return self.executor("forward" if "forward" in names else names[0], **inputs)
+        return self._run("forward" if "forward" in names else names[0], *inputs, **named)
+
+    def _run(self, entry: str, /, *inputs: Any, **named: Any) -> Any:
+        return self.executor(entry, **self._named(entry, inputs, named))
+
+    def _named(self, entry: str, inputs: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+        """Inputs by position joined with those by keyword."""
+        if not inputs:
+            return named
+        order, called = self.program.entry(entry).arguments, f"{self.program.class_name}.{entry}"
+        if not order:
+            raise MlxconvError(f"{self.path}: an older mlxconv converted it, without the order of "
+                               f"{called}'s inputs; pass keywords, or convert again")  # fmt: skip
+        if len(inputs) > len(order):
+            raise TypeError(f"{called} takes {', '.join(order)}; {len(inputs)} inputs were given")
+        found = dict(zip(order, inputs))
+        twice = [name for name in found if name in named]
+        if twice:
+            raise TypeError(f"{called} got {twice[0]} by position and by keyword")
+        return {**found, **named}
+
+    def __repr__(self) -> str:
+        shown = []
+        for name in self.entries:
+            paths = (i.path.split(".")[0] for i in self.program.entry(name).inputs)
+            shown.append(f"{name}({', '.join(dict.fromkeys(paths))})")
+        dtype = str(self.dtype).removeprefix("mlx.core.")
+        return f"<{self.program.class_name} in {dtype}: {', '.join(shown)}>"
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self.entries]
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         executor = self.__dict__.get("executor")
         if executor is not None and name in self.entries:
-            return partial(executor, name)
+            return partial(self._run, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
 

@@ -121,7 +121,39 @@ def _seed_of_generator(given: Any) -> int:
     return seed
 
 
+def several(given: Any) -> tuple[Any, ...]:
+    """One name or a sequence of them, as a tuple."""
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
 # ---- a dataclass as a signature ------------------------------------------------------------------
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def spelled_out(options: type) -> Callable[[Function], Function]:
+    """A function of `**options` whose signature names the fields of a dataclass instead.
+
+    TypeError for unknown keywords, with the nearest known one.
+    """
+
+    def decorated(function: Function) -> Function:
+        own = inspect.signature(function)
+        *named, _ = own.parameters.values()
+        fields = inspect.signature(options).parameters.values()
+        more = [field.replace(kind=field.KEYWORD_ONLY) for field in fields]
+        added = [field for field in more if field.name not in own.parameters]
+        signature = own.replace(parameters=[*named, *added])
+
+        @wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **_renamed(kwargs, signature.parameters, {}))
+
+        called.__signature__ = signature  # type: ignore[attr-defined]
+        return cast(Function, called)
+
+    return decorated
+
 
 P = ParamSpec("P")
 Self = TypeVar("Self")

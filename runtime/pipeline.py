@@ -118,6 +118,11 @@ class Pipeline:
         self.compile = "program" if compile == "all" else compile
         self._staged: Staged | None = None
 
+    def __repr__(self) -> str:
+        bundle = self.parts.bundle
+        q = bundle.manifest["components"][self.family.denoiser].get("q")
+        return f"<Pipeline {bundle.path}: {bundle.manifest.get('pipeline')}, {q}>"
+
     @property
     def defaults(self) -> Defaults:
         """What a request is without being asked."""

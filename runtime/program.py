@@ -89,12 +89,16 @@ class Input:
 
 @dataclass(slots=True)
 class Entry(Body):
-    """One traced method (`forward`, `decode`, ...), for any size or for the fixed `sizes` named."""
+    """One traced method (`forward`, `decode`, ...), for any size or for the fixed `sizes` named.
+
+    `arguments`: what the method takes by position, in its order, whether traced or not.
+    """
 
     name: str = "forward"
     inputs: tuple[Input, ...] = ()
     sizes: dict[str, int] = field(default_factory=dict)
     literals: dict[str, Any] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +283,7 @@ def to_json(program: Program) -> str:
             "name": e.name,
             "sizes": e.sizes,
             "literals": e.literals,
+            "arguments": list(e.arguments),
             "inputs": [[i.name, i.path, i.type, i.stage] for i in e.inputs],
             **_encode_body(e),
         }
@@ -340,6 +345,7 @@ def _parse(data: dict[str, Any]) -> Program:
             name=_text(e["name"]),
             sizes={str(k): int(v) for k, v in e["sizes"].items()},
             literals=dict(e["literals"]),
+            arguments=_texts(e.get("arguments", [])),
             inputs=tuple(Input(*_texts(fields)) for fields in e["inputs"]),
         )
         for e in data["entries"]

@@ -48,7 +48,7 @@ def picture(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_png_has_the_usual_text_and_all_settings_as_json(picture: Path) -> None:
-    text = Image.open(picture).text  # type: ignore[attr-defined]
+    text = Image.open(picture).text
     record = json.loads(text["mlxconv"])
     first, negative, facts = text["parameters"].splitlines()
     assert (first, negative) == ("a cat, 猫", "Negative prompt: rain")
