@@ -63,7 +63,7 @@ class ConvertReport:
 
     def __repr__(self) -> str:
         parts = self.components.values()
-        size = human_bytes(sum(part.bytes_out for part in parts))
+        size = format_bytes(sum(part.bytes_out for part in parts))
         return f"<ConvertReport {self.bundle}: {self.q}, {len(parts)} components, {size}>"
 
     def as_json(self) -> dict[str, Any]:
