@@ -21,6 +21,7 @@ from .checkpoint import (
     merged_config,
     tied_weights,
 )
+from .effects import check_effects, is_vae
 from .plan import Plan, make_plan
 from .program_cache import Analysis, entry_key, read_entry, write_entry
 from .programs import Compiled, Size, compile_program, module_parameters
@@ -101,7 +102,10 @@ def prepare(run: Run) -> dict[str, Job]:
     _check_early(run.options)
     jobs = {name: _prepare(run, run.checkpoint.components[name]) for name in names}
     _check_patterns(run, jobs)
-    return jobs if run.options.target_size is None else _fit(run, jobs, run.options.target_size)
+    if run.options.target_size is not None:
+        jobs = _fit(run, jobs, run.options.target_size)
+    check_effects(run.options, jobs)
+    return jobs
 
 
 def _check_early(options: Options) -> None:
@@ -277,7 +281,7 @@ def _q_for(options: Options, checkpoint: Checkpoint, component: Component) -> st
     if component.library == "transformers":
         special = options.text_encoder_q or "bf16"
         alone = alone and options.text_encoder_q is None
-    elif "autoencoder" in component.class_name.lower() or component.name.startswith("vae"):
+    elif is_vae(component):
         special = options.vae_q or "bf16"
         alone = alone and options.vae_q is None
     if special is None or alone:

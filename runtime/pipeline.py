@@ -179,9 +179,7 @@ class Pipeline:
             options.tokens, guided, options.conditioning or {}, options.sigmas, options.timesteps,
         )  # fmt: skip
         _check(request, own, self.family)
-        notes = []
-        if against and not guided:
-            notes.append(f"the negative prompt is not read: guidance is {scale:g}")
+        notes = self._without_effect(options, request, against)
         requests = [
             replace(request, prompt=prompt, seed=seed)
             for prompt, seeds in zip(options.prompts, options.seeds(), strict=True)
@@ -224,6 +222,31 @@ class Pipeline:
         made.peak_bytes = clock.peak_bytes
         made.notes[:] = dict.fromkeys(made.notes)
         return made
+
+    def _without_effect(self, options: Options, request: Request, against: bool) -> list[str]:
+        """What was asked for and changes nothing, each with the reason. A value that means "off"
+        is none."""
+        family, parts, loop = self.family, self.parts, options.loop
+        waits, steps = family.embedded(parts), request.steps
+        return [note for note, without in (
+            (f"the negative prompt is not read: guidance is {request.cfg:g}",
+             against and not request.guided),
+            (f"guidance {options.guidance} has no effect: this checkpoint takes none; with a "
+             "negative prompt (--negative) cfg (--cfg) guides it",
+             options.guidance not in (None, 0, 1) and not family.reads_guidance(parts)),
+            (f"cfg {options.cfg} has no effect without a negative prompt (--negative)",
+             waits and options.cfg not in (None, 1) and not against),
+            (f"cfg_end {options.cfg_end} has no effect: no negative prompt is read",
+             options.cfg_end != 1 and not request.guided),
+            (f"tokens {options.tokens} has no effect: embeddings were given",
+             options.tokens is not None and options.embeddings is not None),
+            (f"tokens {options.tokens} has no effect: the text encoders of this pipeline read a "
+             "fixed number", options.tokens is not None and not family.takes_tokens),
+            (f"evaluate_every {loop.evaluate_every} of {steps} steps: evaluated at the end",
+             loop.evaluate_every > steps),
+            (f"clear_cache_every {loop.clear_cache_every} has no effect in {steps} steps",
+             loop.clear_cache_every > steps),
+        ) if without]  # fmt: skip
 
     # ---- the phases ----
 
@@ -372,6 +395,9 @@ class Pipeline:
         if strips is not None and strips.most > 1:
             made.notes.append(f"decoded in up to {strips.most} strips of rows, without seams, to "
                               "save memory (--tile)")  # fmt: skip
+        elif plan.options.tile not in ("auto", "off"):
+            made.notes.append(f"tile {plan.options.tile} has no effect: no part of the decoder "
+                              "needs more memory than that")  # fmt: skip
         return np.concatenate(decoded)
 
 

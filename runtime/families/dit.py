@@ -60,5 +60,5 @@ def _start(parts: Parts, request: Request, generator: Generator, prompt: Inputs)
 
 DIT = Family(
     "transformer", (), {"class_labels": (1,)}, _defaults, _encode, _start, as_encoded, own_schedule,
-    own_times, plain_decode, prediction=mean_of,
+    own_times, plain_decode, prediction=mean_of, takes_tokens=False,
 )  # fmt: skip

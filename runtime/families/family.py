@@ -154,7 +154,7 @@ class Family:
     guidance waits for a negative prompt; otherwise guidance is its scale. guidance: its form.
     latents: the step's keywords of the latents. prediction: (output, latents) -> what the scheduler
     takes, of the latents' shape. conditioning: names of other numbers that `inputs` reads of the
-    request.
+    request. takes_tokens: whether the number of tokens is the caller's to choose.
     """
 
     denoiser: str
@@ -175,6 +175,13 @@ class Family:
     latents: Callable[[mx.array], Inputs] = lambda x: {"hidden_states": x}
     prediction: Callable[[mx.array, mx.array], mx.array] = lambda output, _: output
     conditioning: tuple[str, ...] = ()
+    takes_tokens: bool = True
+
+    def reads_guidance(self, parts: Parts) -> bool:
+        """Whether `guidance` decides anything: as classifier-free guidance's scale, or an input."""
+        config = parts.config(self.denoiser)
+        inputs = ("guidance_embeds", "time_cond_proj_dim")
+        return not self.embedded(parts) or any(config.get(name) for name in inputs)
 
 
 def always(parts: Parts) -> bool:

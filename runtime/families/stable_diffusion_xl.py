@@ -55,5 +55,5 @@ STABLE_DIFFUSION_XL = Family(
      "text_embeds": (1, "projection_class_embeddings_input_dim - 6 * addition_time_embed_dim")},
     lambda parts: unet_defaults(parts, 128, 5.0), _encode, unet_start, _inputs, own_schedule,
     unet_times, _decode, embedded=distilled, unasked=_unasked, optional=("text_encoder",),
-    latents=lambda x: {"sample": x}, conditioning=SIZES,
+    latents=lambda x: {"sample": x}, conditioning=SIZES, takes_tokens=False,
 )  # fmt: skip

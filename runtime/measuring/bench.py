@@ -60,6 +60,10 @@ class Settings:
             if getattr(self, name) not in known:
                 given = getattr(self, name)
                 raise MlxconvError(f"{name}={given!r}: choose one of {', '.join(known)}")
+        if self.source is not None and self.against == "none":
+            raise MlxconvError("--source has no effect without --against")
+        if self.mflux_python is not None and self.against != "mflux":
+            raise MlxconvError("--mflux-python has no effect without --against mflux")
 
     def job(self) -> Job:
         """One repetition of it."""

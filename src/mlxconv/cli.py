@@ -217,6 +217,8 @@ def convert(
         raise click.UsageError(f"--{option} is about publishing: give --upload-repo too")
     if verify_after and options["low_disk"]:
         raise click.UsageError("--low-disk drops the weights that --verify compares with")
+    if verify_after and options["dry_run"]:
+        raise click.UsageError("--dry-run writes nothing that --verify could compare")
     progress = not as_json or verbose
     options |= {"set": settings, "progress": progress, "command": _command_line()}
     if upload_repo is not None:
@@ -313,6 +315,9 @@ def inspect(
     """What a checkpoint or a bundle holds, here or on the Hub, read from its files' headers."""
     from .convert.inspection import inspect as look
 
+    if program is not None and (tensors or revision):
+        raise click.UsageError("--program prints a bundle's program: leave --tensors and "
+                               "--revision out (ORG/NAME@REVISION)")  # fmt: skip
     if program is not None:
         from .runtime.bundle import program_of
         from .runtime.printed import show as pseudo_code
@@ -573,6 +578,8 @@ def recipe_new(
     _quiet()
     from .convert.derived import new_recipe
 
+    if force and out is None:
+        raise click.UsageError("--force replaces a file: give -o FILE too")
     text = new_recipe(class_name, config)
     if out is not None:
         if out.exists() and not force:
@@ -598,6 +605,8 @@ def models(
     """
     from .convert.supported import supported_models
 
+    if markdown and (as_json or name):
+        raise click.UsageError("--markdown prints the whole page: leave NAME and --json out")
     table = supported_models(name)
     if markdown:
         show(table.as_markdown(), newline=False)
