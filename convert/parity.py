@@ -17,14 +17,16 @@ from mlxconv.runtime.bundle import Bundle, open_bundle, read_json
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.hub.names import hub_name
 from mlxconv.runtime.options import several
-from mlxconv.runtime.program import PROGRAM_FILE, load_program
+from mlxconv.runtime.program import PROGRAM_FILE, Parameter, load_program
+from mlxconv.runtime.weights import weight_map
 
 from .audit import Audit, audit
-from .checkpoint import Checkpoint, Component, merged_config
+from .checkpoint import Checkpoint, Component, component_class, merged_config
 from .comparison import Row, decibels, make_row
 from .coverage import not_covered, pixel_dims, sizes_of
 from .forwards import Case, compare_entries
 from .hub_source import Asked, opened, shown_name
+from .programs import module_parameters
 from .recipe import Recipe, bundle_recipe, load_recipe_file
 from .tokenizer_files import tokenizer_rows
 
@@ -308,7 +310,7 @@ def _verify_component(
     """Rows of its weights, and of what `tier` asks; whether it has all the weights to run."""
     say(f"{case.name}: comparing weights")
     program = load_program(case.folder / PROGRAM_FILE) if case.recipe else None
-    parameters = program.parameters if program else {}
+    parameters = program.parameters if program else _module_parameters(case)
     audited = audit(case.folder, case.component, parameters, case.config)
     report.tiers.append(_weights_row(case, audited))
     if audited.bad:
@@ -327,6 +329,15 @@ def _verify_component(
         if begins:
             report.begins_at.setdefault(case.name, begins)
     return True
+
+
+def _module_parameters(case: Case) -> dict[str, Parameter]:
+    """What a bundle without a program holds; which tensors are convolutions, the module knows."""
+    component = case.component
+    cls, config = component_class(component), merged_config(component)
+    _, found = module_parameters(cls, component.library, component.path, config)
+    held = weight_map(case.folder)
+    return {name: p for name, p in found.items() if name in held}
 
 
 def _natural(name: str) -> list[Any]:

@@ -454,3 +454,13 @@ def test_equal_values_sum_as_if_compared(special: float | None) -> None:
     for name in ("rel_l2", "reference", "cosine", "max_rel", "max_reference"):
         assert getattr(quick, name) == pytest.approx(getattr(slow, name), rel=1e-6, nan_ok=True)
     assert quick.finite == slow.finite
+
+
+def test_a_bundle_without_programs_is_verified_by_its_weights(
+    pipeline_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Convolutions are stored channels-last, whether there is a program or not."""
+    convert(pipeline_checkpoint, tmp_path / "out", components=("vae",), weights_only=True)
+    report = verify(tmp_path / "out", pipeline_checkpoint, components=("vae",))
+    assert report.passed
+    assert [row.tier for row in report.tiers] == ["weights"]
