@@ -205,12 +205,12 @@ def _compare_quantized(
     worst, bad = 0.0, 0
     for start, stop in _row_chunks(rows, width):
         parts = [p.read_rows(start, stop) if p else None for p in (packed, scales, biases)]
-        value = _dequantize(parts, spec)
+        value = dequantize(parts, spec)
         exact = source.read_rows(start, stop)
         wanted = exact.astype(mx.float32)
         sums.add(value, wanted)
-        error = _group_error(value, wanted, spec)
-        limit = _group_limit(exact, wanted, spec, None if parts[1] is None else parts[1].dtype)
+        error = group_error(value, wanted, spec)
+        limit = group_limit(exact, wanted, spec, None if parts[1] is None else parts[1].dtype)
         over = np.asarray(error) > np.asarray(limit)
         bad += int(over.sum())
         if over.any():
@@ -219,7 +219,8 @@ def _compare_quantized(
     return f"{bad} groups up to {worst:.1f} times worse than rounding" if bad else ""
 
 
-def _dequantize(parts: Sequence[mx.array | None], spec: Quantization) -> mx.array:
+def dequantize(parts: Sequence[mx.array | None], spec: Quantization) -> mx.array:
+    """Packed values, scales and biases in float32."""
     packed, scales, biases = parts
     assert packed is not None and scales is not None
     if biases is not None:
@@ -229,19 +230,21 @@ def _dequantize(parts: Sequence[mx.array | None], spec: Quantization) -> mx.arra
     )
 
 
-def _group_error(value: mx.array, wanted: mx.array, spec: Quantization) -> mx.array:
+def group_error(value: mx.array, wanted: mx.array, spec: Quantization) -> mx.array:
+    """Norm of the difference, for each group of each row."""
     gap = (value - wanted).reshape(value.shape[0], -1, spec.group_size)
     return mx.sqrt(mx.sum(gap * gap, axis=-1))
 
 
-def _group_limit(
+def group_limit(
     exact: mx.array, wanted: mx.array, spec: Quantization, dtype: mx.Dtype | None
 ) -> mx.array:
+    """What `group_error` may be: rounding to nearest, and a little more. dtype: of the scales."""
     groups = wanted.reshape(wanted.shape[0], -1, spec.group_size)
     norm = mx.sqrt(mx.sum(groups * groups, axis=-1))
     if spec.mode != "affine":
         return _MX_LIMIT.get(spec.mode, 0.35) * norm + 1e-12
     rounded = exact.astype(dtype or mx.bfloat16)
     made = list(mx.quantize(rounded, spec.group_size, spec.bits))
-    nearest = _group_error(_dequantize(made, spec), wanted, spec)
+    nearest = group_error(dequantize(made, spec), wanted, spec)
     return _WORSE * nearest + 1e-6 * norm + 1e-30

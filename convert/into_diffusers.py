@@ -1,9 +1,9 @@
 """A diffusers pipeline whose modules run in MLX: any pipeline, with no code of its own here.
 
 The modules stay what they are, so that the pipeline finds their configuration, dtype, device and
-helper methods; their traced methods are replaced, and their weights are let go. What a module
-returns is put into the structure that its own method has, found by running it on tensors without
-data.
+helper methods. Their traced methods are replaced and their weights freed; PyTorch code that reads a
+parameter is given the bundle's (`bundle_parameters.py`). What a module returns is put into the
+structure that its own method has, found by running it on tensors without data.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ from mlxconv.runtime.options import several
 from mlxconv.runtime.program import PROGRAM_FILE, Entry
 from mlxconv.runtime.staging import Begun, Staged
 
+from .bundle_parameters import CHANGE_FIRST, StoredWeights, give_to_bundle
 from .forwards import mlx_inputs
+from .pipeline_match import check_same_model, named_tensors, refuse_adapters
 from .posteriors import register_posteriors
-from .recipe import ProgramRecipe, bundle_recipe, evaluate, place
+from .recipe import ProgramRecipe, Recipe, bundle_recipe, evaluate, place
 from .reference import mlx_to_torch
 
 _NEEDS_DATA = (
@@ -70,6 +72,7 @@ def into_diffusers(
             f"{opened.path}: has no program for {', '.join(unknown)}; it has {', '.join(found)}"
         )
     opened.need(wanted)
+    pairs = []
     for name in wanted:
         module = getattr(pipe, name, None)
         if not isinstance(module, nn.Module):
@@ -77,27 +80,34 @@ def into_diffusers(
                 f"{type(pipe).__name__} has no module {name!r}, which {opened.path} has; name "
                 "those to replace by components="
             )
-        _replace(module, load_component(opened.path, name, dtype=dtype), name, compile)
+        loaded = load_component(opened.path, name)
+        recipe = bundle_recipe(loaded.path, loaded.program.class_name)
+        check_same_model(module, StoredWeights(loaded, name), recipe)
+        pairs.append((module, loaded, recipe, name))
+    for module, loaded, recipe, name in pairs:
+        _replace(module, loaded, recipe, name, dtype, compile)
     return pipe
 
 
-def _replace(module: nn.Module, loaded: LoadedComponent, name: str, compile: str) -> None:
-    traced, own = loaded.program.class_name, type(module).__name__
-    if traced != own:
-        raise MlxconvError(f"{name}: the pipeline's is a {own}, the bundle's a {traced}")
+def _replace(
+    module: nn.Module,
+    loaded: LoadedComponent,
+    recipe: Recipe,
+    name: str,
+    dtype: str | None,
+    compile: str,
+) -> None:
     register_posteriors(module)
-    recipe = bundle_recipe(loaded.path, traced)
-    shell = _Shell(module)
-    bridges: dict[str, _Bridge] = {}
-    for entry in loaded.entries:
-        program = recipe.program(entry)
-        if program.method not in bridges:
-            bridges[program.method] = _Bridge(shell, *_method_of(module, program.method))
-        staged = Staged(loaded, entry, compile=compile, keep=True)
-        bridges[program.method].ways.append(_Way(staged, program))
-    for bridge in bridges.values():
+    shell = _Shell(module, name)
+    if getattr(getattr(module, "config", None), "force_upcast", False):
+        dtype = dtype or "float32"  # the class overflows in half precision, says its configuration
+    model = _Model(loaded.path, recipe, shell.dtype, dtype, compile)
+    for method in dict.fromkeys(recipe.program(entry).method for entry in loaded.entries):
+        bridge = _Bridge(shell, model, method, *_method_of(module, method))
         object.__setattr__(bridge.owner, bridge.name, bridge)
-    shell.empty()
+    give_to_bundle(module, StoredWeights(loaded, name))
+    refuse_adapters(module, name)
+    shell.keep()
 
 
 def _method_of(module: nn.Module, path: str) -> tuple[Any, str, Callable[..., Any]]:
@@ -107,7 +117,8 @@ def _method_of(module: nn.Module, path: str) -> tuple[Any, str, Callable[..., An
     owner: Any = module.get_submodule(".".join(parents))
     if isinstance(getattr(owner, name), nn.Module):
         owner, name = getattr(owner, name), "forward"
-    return owner, name, getattr(owner, name)
+    method = getattr(owner, name)
+    return owner, name, method.original if isinstance(method, _Bridge) else method
 
 
 # ---- the structure of results --------------------------------------------------------------------
@@ -116,16 +127,10 @@ def _method_of(module: nn.Module, path: str) -> tuple[Any, str, Callable[..., An
 class _Shell:
     """A module without its weights, that can still say what its methods return."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module, self.name = module, name
+        self.kept: dict[str, type] = {}
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        # Under all of their names: a tied weight has several.
-        tensors = {
-            **dict(module.named_parameters(remove_duplicate=False)),
-            **dict(module.named_buffers(remove_duplicate=False)),
-        }
-        with self.mode:
-            self.fakes = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in tensors.items()}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -133,10 +138,21 @@ class _Shell:
         floats = (p.dtype for p in self.module.parameters() if p.is_floating_point())
         return next(floats, torch.float32)
 
-    def empty(self) -> None:
-        """Let the weights go; parameters keep their dtype and device."""
-        for tensor in self.module.parameters():
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    def keep(self) -> None:
+        """Remember the modules and parameters that the program stands for."""
+        self.kept = _parts(self.module)
+
+    def check(self) -> None:
+        """MlxconvError where the module was changed since: the program would not notice."""
+        now = _parts(self.module)
+        if now != self.kept:
+            changed = min(
+                {n for n in now.keys() | self.kept.keys() if now.get(n) != self.kept.get(n)}
+            )
+            raise MlxconvError(
+                f"{self.name}: {changed} was changed after into_diffusers, which the program "
+                f"cannot follow; {CHANGE_FIRST}"
+            )
 
     def result(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a method returns for these arguments, its tensors without data."""
@@ -151,8 +167,17 @@ class _Shell:
     def _filled(self) -> Iterator[None]:
         from torch.nn.utils.stateless import _reparametrize_module
 
-        with _reparametrize_module(self.module, self.fakes):
+        fakes = {name: self._fake(tensor) for name, tensor in named_tensors(self.module).items()}
+        with _reparametrize_module(self.module, fakes):
             yield
+
+
+def _parts(module: nn.Module) -> dict[str, type]:
+    """The types of a module's modules and parameters."""
+    return {
+        **{name: type(child) for name, child in module.named_modules()},
+        **{name: type(p) for name, p in module.named_parameters(remove_duplicate=False)},
+    }
 
 
 # ---- one method ----------------------------------------------------------------------------------
@@ -231,25 +256,59 @@ def _decided_by(entry: Entry, given: Mapping[str, Any]) -> list[Any]:
 
 
 @dataclass
+class _Model:
+    """A component's programs, loaded in the precision that is asked for."""
+
+    path: Path
+    recipe: Recipe
+    first: torch.dtype  # that of the module when it was replaced
+    dtype: str | None
+    compile: str
+    _ways: dict[tuple[str, str | None], list[_Way]] = field(default_factory=dict)
+
+    def ways(self, method: str, now: torch.dtype) -> list[_Way]:
+        """A method's programs. now: the module's dtype; once that was changed, it is followed, as
+        pipelines decode in float32 where a VAE overflows."""
+        dtype = self.dtype if now == self.first else str(now).removeprefix("torch.")
+        if (method, dtype) not in self._ways:
+            loaded = load_component(self.path, dtype=dtype)
+            self._ways[method, dtype] = [
+                _Way(Staged(loaded, entry, compile=self.compile, keep=True), program)
+                for entry in loaded.entries
+                if (program := self.recipe.program(entry)).method == method
+            ]
+        return self._ways[method, dtype]
+
+
+@dataclass
 class _Bridge:
     """A module's method in MLX: torch arguments in, the method's own result out."""
 
     shell: _Shell
+    model: _Model
+    method: str
     owner: Any
     name: str
     original: Callable[..., Any]
-    ways: list[_Way] = field(default_factory=list)
     _structures: dict[str, Any] = field(default_factory=dict)
     _unread: dict[str, bool] = field(default_factory=dict)
 
+    @property
+    def ways(self) -> list[_Way]:
+        """The programs of this method."""
+        return self.model.ways(self.method, self.shell.dtype)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.shell.check()
         outputs = self._outputs(self._named(args, kwargs))
         like = self._like(args, kwargs)
         if like is None:
             return self._plainly(outputs, args, kwargs)
         leaves, spec = pytree.tree_flatten(like)
         values = iter(outputs)
-        return pytree.tree_unflatten([self._leaf(leaf, values) for leaf in leaves], spec)
+        device = self._device(args, kwargs)
+        made = [self._leaf(leaf, values, device) for leaf in leaves]
+        return pytree.tree_unflatten(made, spec)
 
     def _outputs(self, given: Mapping[str, Any]) -> list[mx.array]:
         """Those of the first program that takes these arguments."""
@@ -295,7 +354,7 @@ class _Bridge:
         """The result without data; None where the class needs data to get there."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         shapes = [tuple(x.shape) if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
-        key = repr((shapes, str(spec)))
+        key = repr((shapes, str(spec), self.shell.dtype))
         if key not in self._structures:
             try:
                 self._structures[key] = self.shell.result(self.original, args, kwargs)
@@ -303,7 +362,13 @@ class _Bridge:
                 self._structures[key] = None
         return self._structures[key]
 
-    def _leaf(self, like: Any, values: Iterator[mx.array]) -> Any:
+    def _device(self, args: Any, kwargs: Any) -> torch.device:
+        """Where the results go: to the arguments."""
+        given = pytree.tree_leaves((args, kwargs))
+        tensors = (x for x in given if isinstance(x, torch.Tensor) and x.ndim)
+        return next((x.device for x in tensors), torch.device("cpu"))
+
+    def _leaf(self, like: Any, values: Iterator[mx.array], device: torch.device) -> Any:
         if not isinstance(like, torch.Tensor):
             return like
         value = next(values, None)
@@ -314,11 +379,12 @@ class _Bridge:
                 f"{tuple(like.shape)} here, the program gives {found}: it was traced with other "
                 "flags"
             )
-        return mlx_to_torch(value).to(like.dtype)
+        return mlx_to_torch(value).to(device, like.dtype)
 
     def _plainly(self, outputs: Sequence[mx.array], args: Any, kwargs: Any) -> Any:
         """A tuple, or the output class that the method's signature names."""
-        made = tuple(mlx_to_torch(value).to(self.shell.dtype) for value in outputs)
+        device = self._device(args, kwargs)
+        made = tuple(mlx_to_torch(value).to(device, self.shell.dtype) for value in outputs)
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         if bound.arguments.get("return_dict") is not True:

@@ -177,6 +177,20 @@ def qwen_image(folder: Path) -> None:
     )  # fmt: skip
 
 
+def qwen_image_edit(folder: Path) -> None:
+    """With the tokens between which the encoder's vision tower puts a picture."""
+    qwen_image(folder)
+    tokenizer = _qwen_tokenizer()
+    vision = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
+    tokenizer.add_special_tokens({"extra_special_tokens": vision})
+    tokenizer.save_pretrained(str(folder / "tokenizer"))
+    recipe = load_recipe("Qwen2_5_VLForConditionalGeneration")
+    language = {**recipe.tiny["text_config"], "vocab_size": len(tokenizer)}
+    ids = dict(zip(("vision_start_token_id", "image_token_id", "vision_end_token_id"),
+                   tokenizer.convert_tokens_to_ids(vision)))  # fmt: skip
+    _model(folder, "text_encoder", recipe.class_name, text_config=language, **ids)
+
+
 _CHAT = """{%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
 {%- endfor %}
@@ -340,6 +354,21 @@ def stable_diffusion_xl(folder: Path) -> None:
     parts = {**_CLIP, "text_encoder": "transformers.CLIPTextModel"}
     _index(
         folder, "StableDiffusionXLPipeline", **_UNET, **parts,
+        scheduler="diffusers.EulerDiscreteScheduler",
+    )  # fmt: skip
+
+
+def sdxl_refiner(folder: Path) -> None:
+    """A score in place of the target's size among the time ids, the second encoder alone; and the
+    nine channels of a UNet for inpainting."""
+    stable_diffusion_xl(folder)
+    _model(folder, "unet", "UNet2DConditionModel", **{
+        **load_recipe("UNet2DConditionModel").tiny_config("sdxl"), "in_channels": 9,
+        "projection_class_embeddings_input_dim": 32 + 5 * 8, "cross_attention_dim": 32,
+    })  # fmt: skip
+    parts = {k: v for k, v in _CLIP.items() if k.endswith("_2")}
+    _index(
+        folder, "StableDiffusionXLInpaintPipeline", **_UNET, **parts,
         scheduler="diffusers.EulerDiscreteScheduler",
     )  # fmt: skip
 

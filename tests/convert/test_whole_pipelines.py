@@ -1,0 +1,107 @@
+"""Pipelines with all of their components in MLX, text encoders included."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from mlxconv.convert.conversion import convert
+from mlxconv.convert.into_diffusers import into_diffusers
+from mlxconv.convert.measure import tiny_checkpoint
+from mlxconv.convert.recipe import all_recipes, load_recipe
+from mlxconv.runtime.program import PROGRAM_FILE
+
+from .whole_pipelines import FAMILIES, run, using
+
+Loaded = tuple[Path, Any, Any]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Loaded]:
+    """A family's checkpoint, its pipeline, and the same with all of its modules in MLX."""
+    made: dict[str, Loaded] = {}
+
+    def load(name: str) -> Loaded:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            FAMILIES[name].make(folder / "source")
+            convert(folder / "source", folder / "fp32", "fp32")
+            pipes = [
+                diffusers.DiffusionPipeline.from_pretrained(folder / "source") for _ in range(2)
+            ]
+            into_diffusers(pipes[1], folder / "fp32")
+            made[name] = (folder / "source", *pipes)
+        return made[name]
+
+    return load
+
+
+@pytest.fixture
+def small_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen-Image-Edit brings every picture to 1024 x 1024 pixels; here to 32 x 32."""
+    for name in ("edit", "edit_inpaint", "edit_plus"):
+        module = importlib.import_module(f"diffusers.pipelines.qwenimage.pipeline_qwenimage_{name}")
+        sizes = module.calculate_dimensions
+        monkeypatch.setattr(
+            module, "calculate_dimensions", lambda area, ratio, sizes=sizes: sizes(32 * 32, ratio)
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "use"), [(name, use) for name, family in FAMILIES.items() for use in family.uses]
+)
+def test_a_whole_pipeline_gives_the_same_pictures(
+    loaded: Callable[[str], Loaded], small_pictures: None, family: str, use: str
+) -> None:
+    folder, plain, replaced = loaded(family)
+    for name in plain.components:
+        module = getattr(replaced, name)
+        if isinstance(module, torch.nn.Module):
+            assert (folder.parent / "fp32" / name / PROGRAM_FILE).is_file()
+    made = FAMILIES[family].uses[use]
+    pictures = [
+        run(using(pipe, made, folder, FAMILIES[family].options), made.call())
+        for pipe in (plain, replaced)
+    ]
+    assert pictures[0].std() > 0.01
+    assert np.abs(pictures[1] - pictures[0]).max() <= 1e-3
+
+
+_ENCODERS = [
+    pytest.param(
+        name,
+        marks=() if name.startswith(("Gemma3", "Qwen3VLModel")) else pytest.mark.coverage,
+    )
+    for name, recipe in all_recipes().items()
+    if recipe.library == "transformers" and "output_hidden_states" in
+    recipe.programs["forward"].arguments and "attention_mask" in recipe.programs["forward"].inputs
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _ENCODERS)
+def test_a_text_encoder_is_called_from_outside(name: str, tmp_path: Path) -> None:
+    """Pipelines call the whole model: its embedding, its head and what lies between."""
+    source = tiny_checkpoint(load_recipe(name), None, tmp_path / "text_encoder")
+    convert(source, tmp_path / "bundle", "fp32")
+    modules = [getattr(transformers, name).from_pretrained(str(source)) for _ in range(2)]
+    into_diffusers(SimpleNamespace(text_encoder=modules[1]), tmp_path / "bundle")
+    ids = torch.randint(3, 30, (2, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, 5:] = 0
+    with torch.no_grad():
+        wanted, found = (
+            m(input_ids=ids, attention_mask=mask, output_hidden_states=True) for m in modules
+        )
+    pairs = [*zip(wanted.hidden_states, found.hidden_states, strict=True), (wanted[0], found[0])]
+    for want, got in pairs:
+        assert (got - want).norm() <= 1e-5 * want.norm()

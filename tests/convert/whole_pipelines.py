@@ -1,0 +1,116 @@
+"""Tiny pipelines with their text encoders and tokenizers, and the ways in which they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+from PIL import Image
+
+from ..runtime import tiny_families as families
+
+
+@dataclass(frozen=True)
+class Use:
+    """One pipeline class over a family's components. parts: those that it has besides."""
+
+    pipeline: str
+    call: Callable[[], dict[str, Any]] = dict
+    parts: Callable[[Path], dict[str, Any]] = lambda folder: {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A checkpoint, and the pipelines that run on its components."""
+
+    make: Callable[[Path], None]
+    uses: Mapping[str, Use]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def picture(size: int = 32) -> Image.Image:
+    noise = np.random.default_rng(0).integers(0, 255, (size, size, 3), np.uint8)
+    return Image.fromarray(noise)
+
+
+def hole(size: int = 32) -> Image.Image:
+    mask = np.zeros((size, size), np.uint8)
+    mask[8:24, 8:24] = 255
+    return Image.fromarray(mask)
+
+
+def _inpaint(**more: Any) -> dict[str, Any]:
+    return {"image": picture(), "mask_image": hole(), "strength": 0.8, **more}
+
+
+# ---- Qwen-Image ---------------------------------------------------------------------------------
+
+_GUIDED = {"negative_prompt": "blurry", "true_cfg_scale": 3.0}
+
+
+QWEN_IMAGE = Family(
+    families.qwen_image_edit,
+    {
+        "text": Use("QwenImagePipeline", lambda: _GUIDED),
+        "img2img": Use("QwenImageImg2ImgPipeline", lambda: {"image": picture(), "strength": 0.8}),
+        "inpaint": Use("QwenImageInpaintPipeline", _inpaint),
+    },
+)
+
+# ---- FLUX ---------------------------------------------------------------------------------------
+
+FLUX2 = Family(
+    families.flux2,
+    {
+        "text": Use("Flux2Pipeline", lambda: {"max_sequence_length": 64}),
+        "image": Use("Flux2Pipeline", lambda: {"max_sequence_length": 64, "image": picture(64)}),
+    },
+)
+KLEIN = Family(
+    families.flux2_klein,
+    {
+        "text": Use("Flux2KleinPipeline", lambda: {"max_sequence_length": 48}),
+        "inpaint": Use("Flux2KleinInpaintPipeline", lambda: _inpaint(max_sequence_length=48)),
+    },
+)
+
+# ---- SDXL ---------------------------------------------------------------------------------------
+
+SDXL = Family(
+    families.stable_diffusion_xl,
+    {
+        "text": Use("StableDiffusionXLPipeline"),
+        "inpaint": Use("StableDiffusionXLInpaintPipeline", _inpaint),
+    },
+)
+REFINER = Family(
+    families.sdxl_refiner,
+    {"inpaint": Use("StableDiffusionXLInpaintPipeline", _inpaint)},
+    {"requires_aesthetics_score": True},
+)
+
+FAMILIES = {
+    "qwen_image": QWEN_IMAGE, "flux2": FLUX2, "klein": KLEIN, "sdxl": SDXL, "refiner": REFINER,
+}  # fmt: skip
+
+
+def run(pipe: Any, call: Mapping[str, Any], steps: int = 2) -> np.ndarray[Any, Any]:
+    """Pictures in 0 to 1."""
+    pipe.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(0)
+    size = {"height": 32, "width": 32}
+    given = {"prompt": "a photo of a cat", **size, **call, "num_inference_steps": steps}
+    return np.asarray(pipe(**given, generator=generator, output_type="np").images)
+
+
+def using(pipe: Any, use: Use, folder: Path, options: Mapping[str, Any]) -> Any:
+    """A pipeline of another class over the same components."""
+    cls = getattr(diffusers, use.pipeline)
+    taken = cls._get_signature_keys(cls)[0]
+    parts = {**dict.fromkeys(cls._optional_components), **pipe.components, **use.parts(folder)}
+    return cls(**{k: v for k, v in parts.items() if k in taken}, **options)
