@@ -177,8 +177,8 @@ def generate(
             seconds["warmup"] = time.perf_counter() - began - seconds["load"]
         made = pipeline.run(plan)
     if record is not None and record.get("bundle_hash") != records[0]["bundle_hash"]:
-        made.notes.append(f"{like}: was made with another bundle ({record.get('bundle')}, "
-                          f"{record.get('source')}); this picture may differ from it")  # fmt: skip
+        made.notes.append(f"{like}: was made with another bundle, {record.get('bundle')!r:.80}; "
+                          "this picture may differ from it")  # fmt: skip
     files = made.save(out)
     return GenerateReport(files, made, {**seconds, **made.seconds}, time.perf_counter() - began)
 

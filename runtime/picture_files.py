@@ -43,7 +43,7 @@ def records_of(pipeline: Pipeline, plan: Plan) -> list[Record]:
     activations = parts.dtype or default_dtype(parts.config(family.denoiser))
     weights = str(bundle.manifest["components"][family.denoiser].get("q")).split()[0]
     names = [*family.encoders, family.denoiser, "vae", "scheduler"]
-    same = {
+    same: Record = {
         "scheduler": plan.scheduler.name,
         "precision": {"weights": weights, "activations": activations},
         "pipeline": bundle.manifest.get("pipeline"),
@@ -54,6 +54,8 @@ def records_of(pipeline: Pipeline, plan: Plan) -> list[Record]:
         "device": f"{machine['device']}: {machine['chip']}",
     }
     given = {**options.recorded(), "dtype": parts.dtype, "vae_dtype": parts.vae_dtype}
+    if not family.reads_guidance(parts):
+        same["guidance"] = None
     if options.embeddings is not None or options.negative_embeddings is not None:
         return [{**_facts(request), **same} for request in plan.requests]  # no words make it again
     return [{**_facts(request), **same, "call": _call(given, request)} for request in plan.requests]
@@ -109,7 +111,7 @@ def as_text(record: Record) -> str:
         "Size": f"{width}x{height}", "Model hash": record["bundle_hash"][:10],
         "Model": record["bundle"], "Version": f"mlxconv {record['versions'].get('mlxconv', '')}",
     }  # fmt: skip
-    if record["guidance"] == record["cfg"]:
+    if record["guidance"] in (None, record["cfg"]):
         del facts["Distilled CFG Scale"]
     return "\n".join([*lines, ", ".join(f"{name}: {value}" for name, value in facts.items())])
 

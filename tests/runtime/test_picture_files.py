@@ -13,7 +13,9 @@ from PIL import Image
 
 from mlxconv.cli import cli
 from mlxconv.runtime.errors import MlxconvError
-from mlxconv.runtime.picture_files import read_record
+from mlxconv.runtime.families.family import Parts
+from mlxconv.runtime.options import Options
+from mlxconv.runtime.picture_files import as_text, read_record, records_of
 from mlxconv.runtime.pipeline import load
 
 from ..conftest import Bundles
@@ -185,3 +187,14 @@ def test_pictures_of_python_save_themselves(bundle: Path, tmp_path: Path) -> Non
     with pytest.raises(MlxconvError, match="the prompt is too long for a JPEG"):
         made.records[0]["prompt"] = "a cat " * 9000
         made.save(tmp_path / "cat.jpg")
+
+
+def test_guidance_that_a_checkpoint_does_not_read_is_not_recorded(bundle: Path) -> None:
+    pipe = load(bundle)
+    plan = pipe.plan(Options("a cat", seed=1, steps=2))
+    assert records_of(pipe, plan)[0]["guidance"] == 3.5
+    parts: Any = pipe.parts
+    parts.config = lambda name: {**Parts.config(parts, name), "guidance_embeds": False}
+    record = records_of(pipe, plan)[0]
+    assert record["guidance"] is None
+    assert "Distilled CFG Scale" not in as_text(record)
