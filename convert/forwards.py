@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .reference import Reference
 
 FP32_THRESHOLD = 1e-4
+NOISE = " (noise for zero weights)"  # ends the names of rows
 HALF_FACTOR = 1.5  # a half-precision run may be this much worse than PyTorch's own
 _ROUNDING = {"bfloat16": 2**-8, "float16": 2**-11}
 
@@ -272,7 +273,7 @@ def _compare_with_noise(
         judges = [
             _same_weights(
                 EntryRun(case, run.recipe, program, run.entry), loaded, exact,
-                f"{exact.label}, noise for zeros", tier, " (noise for zero weights)",
+                f"{exact.label}, noise for zeros", tier, NOISE,
             )
             for run in runs
         ]  # fmt: skip

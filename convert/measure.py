@@ -17,6 +17,7 @@ from typing import Any
 
 from .comparison import Row
 from .conversion import convert
+from .forwards import NOISE
 from .model_class import find_class
 from .parity import verify
 from .recipe import Recipe
@@ -128,7 +129,7 @@ def _measured(
     passed: bool,
     problem: str,
 ) -> Measured:
-    own = [row for row in rows if "runtime" not in row.name]
+    own = [row for row in rows if "runtime" not in row.name and NOISE not in row.name]
     runtime = [row.rel_l2 for row in rows if "runtime" in row.name]
     worst = max(own, key=lambda row: row.rel_l2 / (row.threshold or 1))
     return Measured(

@@ -2,6 +2,7 @@
 
     python tests/bench/figures.py depth CLASS     parity at full depth, narrow width
     python tests/bench/figures.py trace CLASS     real size, no weights: time, memory, JSON
+    python tests/bench/figures.py size CLASS PX...  an autoencoder's error in fp32 by picture size
     python tests/bench/figures.py make FOLDER D S a FLUX.1-shaped bf16 checkpoint of D + S blocks
     python tests/bench/figures.py convert FOLDER Q   convert it: CPU seconds beyond tracing, memory
     python tests/bench/figures.py plain FOLDER    the same to 4 bit by mx.quantize and mx.save alone
@@ -28,6 +29,11 @@ DEEP = {
     "FluxTransformer2DModel": {"num_layers": 19, "num_single_layers": 38},
     "QwenImageTransformer2DModel": {"num_layers": 60},
 }
+NARROW: dict[str, dict[str, Any]] = {  # as many values in a group as at true width
+    "AutoencoderKL": {
+        "block_out_channels": [32, 32, 32, 32], "norm_num_groups": 8, "layers_per_block": 2,
+    },
+}  # fmt: skip
 REAL: dict[str, dict[str, Any]] = {
     "FluxTransformer2DModel": {"guidance_embeds": True},  # FLUX.1-dev
     "QwenImageTransformer2DModel": {},
@@ -86,6 +92,33 @@ def trace(class_name: str) -> dict[str, Any]:
         "blocks": len(made.program.blocks),
         "entries": len(made.program.entries),
     }
+
+
+def size(class_name: str, *pixels: str) -> dict[str, Any]:
+    """The error of each entry at these sizes, beside that of sums added one after the other."""
+    from mlxconv.convert.conversion import convert as run
+    from mlxconv.convert.measure import tiny_checkpoint
+    from mlxconv.convert.parity import verify
+    from mlxconv.convert.recipe import load_recipe
+    from mlxconv.runtime.oplib import long_sums
+
+    recipe = load_recipe(class_name)
+    recipe = replace(recipe, tiny={**recipe.tiny, **NARROW.get(class_name, {})})
+    found: dict[str, Any] = {"class": class_name, **NARROW.get(class_name, {})}
+    with tempfile.TemporaryDirectory() as name:
+        source = tiny_checkpoint(recipe, None, Path(name) / "source")
+        run(source, Path(name) / "bundle", "fp32")
+        for side in map(int, pixels):
+            for way, long in (("in rows", long_sums.LONG), ("one by one", sys.maxsize)):
+                before, long_sums.LONG = long_sums.LONG, long
+                report = verify(Path(name) / "bundle", source, size=(side, side))
+                long_sums.LONG = before
+                found[f"{side} {way}"] = {
+                    row.name: float(f"{row.rel_l2:.2g}")
+                    for row in report.tiers
+                    if row.tier == "forward"
+                }
+    return found
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -287,6 +320,7 @@ if __name__ == "__main__":
     actions: dict[str, Any] = {
         "depth": depth,
         "trace": trace,
+        "size": size,
         "make": make,
         "convert": convert,
         "plain": plain,
