@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import resource
+import shlex
 import shutil
 import sys
 import time
@@ -16,6 +18,7 @@ from tqdm import tqdm
 
 from mlxconv.runtime.bundle import MANIFEST
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.families import FAMILIES
 from mlxconv.runtime.hub.names import hub_name
 from mlxconv.runtime.interrupts import check_interrupt
 from mlxconv.runtime.options import several, spelled_out
@@ -47,7 +50,7 @@ from .writer import Saved, read_back, write_weights
 @spelled_out(Options)
 def convert(
     source: str | Path,
-    out: str | Path,
+    out: str | Path = "mlx_model",
     q: str | int = "bf16",
     *,
     set: Mapping[str, str | int] | Iterable[tuple[str, str]] = (),
@@ -326,7 +329,27 @@ def _report(
             )
     source, revision, q = run.checkpoint.source, run.checkpoint.revision, run.options.q
     seconds = time.perf_counter() - started
-    return ConvertReport(out, source, revision, q, seconds, peak, reports, warnings, download)
+    dry_run = run.options.dry_run
+    steps = [] if dry_run else _next_steps(run, jobs, out)
+    return ConvertReport(
+        out, source, revision, q, seconds, peak, reports, warnings, download, dry_run, steps
+    )
+
+
+def _next_steps(run: Run, jobs: dict[str, Job], out: str) -> list[str]:
+    """Commands for the new bundle, as they work in a shell."""
+    verify = ["mlxconv", "verify", out]
+    if run.options.model_class is not None:
+        verify += ["--class", run.options.model_class]
+    steps = [shlex.join(verify)]
+    needed = re.compile(r"transformer.*|unet|vae|text_encoder.*")
+    programs = {name for name, job in jobs.items() if job.compiled is not None}
+    missing = {name for name in run.checkpoint.components if needed.fullmatch(name)} - programs
+    if run.checkpoint.class_name in FAMILIES and not missing:
+        reads_text = any("tokenizer" in name for name in run.checkpoint.others)
+        prompt = "a photo of a cat" if reads_text else "0"  # a class's number
+        steps.append(shlex.join(["mlxconv", "generate", out, prompt, "-o", "picture.png"]))
+    return steps
 
 
 def _component_report(job: Job) -> ComponentReport:

@@ -31,6 +31,7 @@ from .quantization import (
     Precision,
     check_patterns,
     load_policy_file,
+    matches,
     parse_precision,
 )
 from .recipe import Recipe, load_recipe, parse_recipe, recipe_names
@@ -62,6 +63,7 @@ class Options:
     weights_only: bool = False
     force: bool = False
     dry_run: bool = False
+    trace: bool = False  # in a dry run too
     revision: str | None = None
     verify_checksums: bool = False
     low_disk: bool = False
@@ -100,6 +102,7 @@ def prepare(run: Run) -> dict[str, Job]:
     """A job for every component to convert. Everything that can be refused is refused here."""
     names = chosen_components(run)
     _check_early(run.options)
+    _check_patterns_early(run, names)
     jobs = {name: _prepare(run, run.checkpoint.components[name]) for name in names}
     _check_patterns(run, jobs)
     if run.options.target_size is not None:
@@ -157,8 +160,10 @@ def _prepare(run: Run, component: Component) -> Job:
     shapes = {n: p.shape for n, p in parameters.items()}
     match = match_keys(shapes, component.tensors, known.tied)
     match.check(str(component.path))
-    named = parameters if compiled else _stored_names(parameters, match)
-    found = match.found if compiled else {name: name for name in named}
+    named, found = parameters, match.found
+    if compiled is None and not _untraced(run.options):  # the bundle has the files' names
+        named = _stored_names(parameters, match)
+        found = {name: name for name in named}
     policy = _policy(run.options, run.checkpoint, component, recipe)
     plan = make_plan(component, named, found, policy, run.options.method)
     return Job(
@@ -191,6 +196,8 @@ def _analysis(run: Run, component: Component, recipe: Recipe | None) -> Analysis
         run.say(f"{component.name}: {component.class_name} was traced before")
         run.warnings += known.warnings
         return known
+    if _untraced(run.options):
+        return _of_class(component, "not traced (--trace traces)")
     before = len(run.warnings)
     made = _analyse(run, component, recipe)
     if key is not None:
@@ -203,14 +210,14 @@ def _analysis(run: Run, component: Component, recipe: Recipe | None) -> Analysis
 
 def _analyse(run: Run, component: Component, recipe: Recipe | None) -> Analysis:
     """All that is asked of the component's class. What it depends on is in the key above."""
-    config = merged_config(component)
-    cls = component_class(component)
-    derived, note = "", "weights only" if run.options.weights_only else ""
-    if recipe is None and not run.options.weights_only:
+    if run.options.weights_only:
+        return _of_class(component, "weights only")
+    config, cls = merged_config(component), component_class(component)
+    derived, note = "", ""
+    if recipe is None:
         recipe, derived, note = _derived(run, component, cls, config)
     if recipe is None:
-        parameters, tied = _module_parameters(cls, component, config)
-        return Analysis(config, None, parameters, tied, derived, note)
+        return _of_class(component, note)
     run.say(f"{component.name}: tracing {component.class_name}")
     compiled = compile_program(cls, config, recipe, run.options.sizes)
     return Analysis(config, compiled, compiled.parameters, compiled.tied, derived, note)
@@ -232,12 +239,17 @@ def _derived(
     return recipe, text, "by a derived recipe (recipe.toml): verify it"
 
 
-def _module_parameters(
-    cls: type, component: Component, config: dict[str, Any]
-) -> tuple[dict[str, Parameter], dict[str, str]]:
+def _of_class(component: Component, note: str) -> Analysis:
     """Without a program, a tensor's kind is that of the module that owns it."""
+    config = merged_config(component)
+    cls = component_class(component)
     module, parameters = module_parameters(cls, component.library, component.path, config)
-    return parameters, tied_weights(module)
+    return Analysis(config, None, parameters, tied_weights(module), note=note)
+
+
+def _untraced(options: Options) -> bool:
+    """Whether nothing is traced, though a conversion with these options would."""
+    return options.dry_run and not (options.trace or options.weights_only)
 
 
 def _stored_names(parameters: dict[str, Parameter], match: KeyMatch) -> dict[str, Parameter]:
@@ -291,14 +303,29 @@ def _q_for(options: Options, checkpoint: Checkpoint, component: Component) -> st
     return options.q if is_float and explicit is None else special
 
 
-def _check_patterns(run: Run, jobs: Mapping[str, Job]) -> None:
-    options = run.options
-    modules = {name.removesuffix(".weight") for job in jobs.values() for name in job.plan.decisions}
+def _patterns(options: Options) -> list[str]:
+    """All that a user gave that must match some module."""
     patterns = [*options.keep, *(pattern for pattern, _ in options.set)]
     if options.q.endswith(".toml"):
         file = load_policy_file(Path(options.q))
         patterns += [*file.keep, *(pattern for pattern, _ in file.overrides)]
-    check_patterns(patterns, modules)
+    return patterns
+
+
+def _check_patterns_early(run: Run, names: Sequence[str]) -> None:
+    """A pattern that matches nothing is an error before minutes of tracing."""
+    components = [run.checkpoint.components[name] for name in names]
+    modules = {name.removesuffix(".weight") for c in components for name in c.tensors}
+    patterns = [p for p in _patterns(run.options) if not any(matches(p, m) for m in modules)]
+    if patterns:  # the class may call its modules otherwise than the files do
+        for component in components:
+            modules |= {n.removesuffix(".weight") for n in _of_class(component, "").parameters}
+        check_patterns(patterns, modules)
+
+
+def _check_patterns(run: Run, jobs: Mapping[str, Job]) -> None:
+    modules = {name.removesuffix(".weight") for job in jobs.values() for name in job.plan.decisions}
+    check_patterns(_patterns(run.options), modules)
 
 
 # ---- sizes --------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class ConvertReport:
     """A whole conversion. Sizes in bytes, time in seconds of wall clock.
 
     `download`: the weights of a repository of the Hub: files, bytes, to_fetch (what the cache did
-    not have), free, cache.
+    not have), free, cache. `next_steps`: commands for the bundle; none after a dry run.
     """
 
     bundle: str
@@ -60,6 +60,8 @@ class ConvertReport:
     components: dict[str, ComponentReport]
     warnings: list[str] = field(default_factory=list)
     download: dict[str, Any] | None = None
+    dry_run: bool = False
+    next_steps: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
         parts = self.components.values()
@@ -78,6 +80,8 @@ class ConvertReport:
             "components": {name: c.as_json() for name, c in self.components.items()},
             "warnings": self.warnings,
             "download": self.download,
+            "dry_run": self.dry_run,
+            "next_steps": self.next_steps,
         }
 
     def as_text(self) -> str:
@@ -94,6 +98,11 @@ class ConvertReport:
             lines.append(_download_line(self.source, self.revision, self.download))
         peak = format_bytes(self.peak_rss_bytes)
         lines.append(f"{self.bundle}: {self.seconds:.1f} s, peak memory {peak}")
+        if self.dry_run:
+            size = format_bytes(sum(part.bytes_out for part in self.components.values()))
+            lines.append(f"dry run: nothing was written; {size} of weights would be")
+        if self.next_steps:
+            lines += ["next:", *(f"  {step}" for step in self.next_steps)]
         return "\n".join(lines)
 
 

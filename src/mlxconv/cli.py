@@ -161,7 +161,7 @@ def cli() -> None:
 @cli.command()
 @click.argument("source")
 @click.option("-o", "--out", type=click.Path(path_type=Path),
-              help="Bundle to write. [default: the name in --upload-repo]")  # fmt: skip
+              help="Bundle to write. [default: mlx_model, or --upload-repo's name]")  # fmt: skip
 @click.option("--q", "q", default="bf16", show_default=True, metavar="PRECISION",
               help="fp32, bf16, fp16, 8bit (or int8), 6bit, 5bit, 4bit (or int4), 3bit, 2bit, "
               "mxfp8, mxfp4, nvfp4, or a policy FILE.toml.")  # fmt: skip
@@ -194,6 +194,7 @@ def cli() -> None:
 @click.option("--weights-only", is_flag=True, help="Do not trace a program.")
 @click.option("--force", is_flag=True, help="Replace an existing bundle.")
 @click.option("--dry-run", is_flag=True, help="Decide and report, write nothing.")
+@click.option("--trace", is_flag=True, help="Trace in a dry run too.")
 @click.option("--verify", "verify_after", is_flag=True, help="Verify against SOURCE afterwards.")
 @click.option("--upload-repo", metavar="NAMESPACE/NAME",
               help="Verify, and publish there: the repository is checked first.")  # fmt: skip
@@ -210,8 +211,8 @@ def convert(
     ORG/NAME[@REVISION], hf://ORG/NAME[@REVISION][/FOLDER] or the address of its page.
     """
     _quiet(exact=True)
-    if out is None and upload_repo is None:
-        raise click.UsageError("give -o OUT, the bundle to write, or --upload-repo")
+    if options["trace"] and not options["dry_run"]:
+        raise click.UsageError("--trace belongs to --dry-run: a conversion traces anyway")
     if upload_repo is None and (given := [name for name, value in publishing.items() if value]):
         option = given[0].replace("license_id", "license").replace("_", "-")
         raise click.UsageError(f"--{option} is about publishing: give --upload-repo too")
@@ -232,7 +233,7 @@ def convert(
     else:
         from .convert.conversion import convert as run
 
-        assert out is not None
+        out = out or Path("mlx_model")
         report = run(source, out, q, **options)
         data, text, note, passed = report.as_json(), report.as_text(), "", True
         if verify_after and not options["dry_run"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import mlxconv
+from mlxconv.cli import cli
 from mlxconv.convert.conversion import convert
 from mlxconv.convert.parity import verify
 from mlxconv.convert.report import ConvertReport
@@ -251,10 +254,61 @@ def test_one_component_is_converted_and_the_rest_copied(
 def test_a_dry_run_reports_the_same_and_writes_nothing(
     flux_checkpoint: Path, tmp_path: Path
 ) -> None:
-    dry = convert(flux_checkpoint, tmp_path / "out", "4bit", dry_run=True)
+    dry = convert(flux_checkpoint, tmp_path / "out", "4bit", dry_run=True, trace=True)
     assert list(tmp_path.iterdir()) == []
     wet = convert(flux_checkpoint, tmp_path / "out", "4bit")
     assert dry.components == wet.components
+    assert dry.as_json()["dry_run"] is True and wet.as_json()["dry_run"] is False
+    assert "dry run: nothing was written; " in dry.as_text()
+    assert "dry run" not in wet.as_text()
+
+
+@pytest.fixture
+def no_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("mlxconv.convert.jobs.compile_program")
+
+
+def test_a_dry_run_decides_the_same_without_tracing(
+    flux_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wet = convert(flux_checkpoint, tmp_path / "out", "4bit").components["transformer"]
+    monkeypatch.delattr("mlxconv.convert.jobs.compile_program")
+    dry = convert(flux_checkpoint, tmp_path / "dry", "4bit", dry_run=True).components["transformer"]
+    assert (dry.bytes_out, dry.quantized, dry.kept) == (wet.bytes_out, wet.quantized, wet.kept)
+    assert dry.program is None and dry.note == "not traced (--trace traces)"
+
+
+@pytest.mark.parametrize("options", [{"keep": ("nowhere.**",)}, {"set": (("nowhere", "8"),)}])
+def test_a_pattern_that_matches_nothing_is_found_before_tracing(
+    flux_checkpoint: Path, tmp_path: Path, no_tracing: None, options: dict[str, Any]
+) -> None:
+    with pytest.raises(MlxconvError, match="matches no module"):
+        convert(flux_checkpoint, tmp_path / "out", "4bit", **options)
+
+
+def test_what_to_do_next_works_as_printed(
+    pipeline_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = ["convert", str(pipeline_checkpoint), "-o", "my bundle", "--q", "fp32"]
+    printed = CliRunner().invoke(cli, line, catch_exceptions=False).stdout
+    steps = printed.split("next:\n")[1].splitlines()
+    assert [shlex.split(step)[1] for step in steps] == ["verify", "generate"]
+    for step in steps:
+        done = CliRunner().invoke(cli, shlex.split(step)[1:], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+    assert (tmp_path / "picture.png").is_file()
+
+
+def test_a_bundle_is_written_to_mlx_model_by_default(
+    flux_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = ["convert", str(flux_checkpoint), "--weights-only"]
+    assert CliRunner().invoke(cli, line, catch_exceptions=False).exit_code == 0
+    assert (tmp_path / "mlx_model" / "mlxconv.json").is_file()
+    again = CliRunner().invoke(cli, line)
+    assert again.exit_code == 1 and "mlx_model: exists" in str(again.exception)
 
 
 def test_weights_only_has_no_program(flux_checkpoint: Path, tmp_path: Path) -> None:
