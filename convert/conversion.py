@@ -266,11 +266,14 @@ def _write_manifest(run: Run, jobs: dict[str, Job], folder: Path, command: str |
         for name, job in jobs.items()
     }
     copied = [name for name in run.checkpoint.components if name not in jobs]
+    source, path = run.checkpoint.source, run.checkpoint.path
+    if source == str(path):  # of this disk: `verify` finds it from another folder too
+        source = str(path.absolute())
     manifest = {
         "format": BUNDLE_FORMAT,
         "version": BUNDLE_VERSION,
         "pipeline": run.checkpoint.class_name,
-        "source": run.checkpoint.source,
+        "source": source,
         "revision": run.checkpoint.revision,
         "variant": run.options.variant,
         "source_card": read_source_card(run.checkpoint.path),

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mlxconv.runtime.bundle import Bundle
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.files import read_json
 from mlxconv.runtime.hub.bundles import HubBundle, is_hub_bundle
@@ -186,6 +187,28 @@ def bundle_outline(remote: Remote) -> Iterator[Path]:
 def shown_name(name: HubName) -> str:
     """How errors, manifests and reports call a repository, or a folder in it."""
     return f"{name.repo}/{name.folder}" if name.folder else name.repo
+
+
+def recorded_source(bundle: Bundle) -> str:
+    """Where a bundle's checkpoint is; MlxconvError where it is not there any more."""
+    source = str(bundle.manifest.get("source"))
+    if not Path(source).is_absolute() and "/" in source:
+        return f"hf://{source}"
+    if not Path(source).is_dir():
+        raise MlxconvError(
+            f"{bundle.path}: was made from {source}, which is not there; give the checkpoint by "
+            "--against SOURCE"
+        )
+    return source
+
+
+def is_recorded_source(bundle: Bundle, source: str | Path) -> bool:
+    """Whether a source is the one that a bundle was made from."""
+    recorded, name = str(bundle.manifest.get("source")), hub_name(source)
+    if name is not None:
+        same = name.revision in (None, bundle.manifest.get("revision"))
+        return same and shown_name(name) == recorded
+    return Path(source).expanduser().resolve() == Path(recorded).resolve()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxconv.runtime.bundle import Bundle, open_bundle, read_json
+from mlxconv.runtime.bundle import Bundle, is_bundle, open_bundle, read_json
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.hub.names import hub_name
 from mlxconv.runtime.options import several
@@ -21,11 +21,12 @@ from mlxconv.runtime.program import PROGRAM_FILE, Parameter, load_program
 from mlxconv.runtime.weights import weight_map
 
 from .audit import Audit, audit
+from .bundle_comparison import bundle_rows
 from .checkpoint import Checkpoint, Component, component_class, merged_config
 from .comparison import Row, decibels, make_row
 from .coverage import not_covered, pixel_dims, sizes_of
 from .forwards import Case, compare_entries
-from .hub_source import Asked, opened, shown_name
+from .hub_source import Asked, is_recorded_source, opened, recorded_source, shown_name
 from .programs import module_parameters
 from .recipe import Recipe, bundle_recipe, load_recipe_file
 from .tokenizer_files import tokenizer_rows
@@ -50,6 +51,7 @@ class ParityReport:
     sizes: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)  # of each entry
     generated: dict[str, Any] | None = None  # how pictures were asked for
     compared: list[Compared] = field(default_factory=list, repr=False)
+    judged: bool = True  # two bundles without a threshold are not
 
     def __repr__(self) -> str:
         verdict = "PASSED" if self.passed else "FAILED"
@@ -93,7 +95,8 @@ class ParityReport:
             )
         lines += self.notes
         lines += [f"{name}: the error begins at {at}" for name, at in self.begins_at.items()]
-        lines.append("PASSED" if self.passed else "FAILED")
+        verdict = "PASSED" if self.passed else "FAILED"
+        lines.append(verdict if self.judged else "compared; --threshold REL_L2 judges")
         return "\n".join(lines)
 
 
@@ -103,7 +106,7 @@ def _json_number(value: Any) -> Any:
 
 def verify(
     bundle: str | Path,
-    against: str | Path,
+    against: str | Path | None = None,
     *,
     components: str | Sequence[str] = (),
     tier: str = "forward",
@@ -124,6 +127,9 @@ def verify(
     say: Callable[[str], None] = lambda text: None,
 ) -> ParityReport:
     """Compare a bundle with the checkpoint it was made from, run by diffusers in PyTorch.
+
+    against: by default the source that the bundle records; another bundle is compared in MLX, by
+    one forward pass of every entry, and judged by `threshold` alone.
 
     First every weight is compared with the checkpoint's; then `tier` "forward" compares one
     forward pass of every entry, "block" each block's outputs too. fp32 passes at rel_l2 <= 1e-4;
@@ -151,6 +157,18 @@ def verify(
     asked = _asked(several(prompts), steps=steps, size=size, guidance=guidance, tokens=tokens)
     _check(tier, page, stream, dims or {}, asked)
     made = open_bundle(bundle)
+    against = recorded_source(made) if against is None else against
+    if is_bundle(Path(against).expanduser()):
+        if tier != "forward" or page or stream or asked or recipe or model_class:
+            raise MlxconvError(
+                f"{against}: is a bundle, which is compared by --tier forward alone: of the options "
+                "only --component, --seed, --dim, --dtype and --threshold apply"
+            )
+        rows = bundle_rows(
+            made, open_bundle(against), components, seed=seed, dtype=dtype, threshold=threshold,
+            dims=dims or {},
+        )  # fmt: skip
+        return ParityReport(str(bundle), str(against), seed, rows, judged=threshold is not None)
     whole = tier in PIPELINE_TIERS or page is not None
     with opened(against, _wanted(made, against, components, model_class, whole)) as source:
         if source.download is not None:
@@ -186,7 +204,24 @@ def verify(
             from .report_page import write_page
 
             write_page(Path(page), found, made, checkpoint, command or _call(bundle, against))
+    if not components and threshold is None and dtype is None:
+        _remember(made, found, against)
     return found
+
+
+def _remember(bundle: Bundle, report: ParityReport, against: str | Path) -> None:
+    """Keep the figures in a bundle that was compared with its own source: `upload` shows them."""
+    from .publishing.measured import save_parity
+    from .publishing.source_card import origin_of
+
+    manifest = bundle.manifest
+    if bundle.remote is not None or not is_recorded_source(bundle, against):
+        return
+    origin = origin_of(str(manifest["source"]), manifest["revision"], manifest.get("base_model"))
+    try:
+        save_parity(bundle, report, origin.label)
+    except MlxconvError as error:
+        report.notes.append(f"not remembered: {error}")
 
 
 def _call(bundle: str | Path, against: str | Path) -> str:

@@ -263,7 +263,8 @@ class _Dim(click.ParamType):  # type: ignore[type-arg]
 
 @cli.command()
 @click.argument("bundle")
-@click.option("--against", required=True, metavar="SOURCE", help="The checkpoint it came from.")
+@click.option("--against", metavar="SOURCE|BUNDLE",
+              help="The checkpoint it came from, or another bundle. [default: the recorded source]")
 @click.option("--component", "components", multiple=True, metavar="NAME", help="Only this one.")
 @click.option("--tier", default="forward", show_default=True,
               type=click.Choice(["forward", "block", "trajectory", "image"]))  # fmt: skip
@@ -289,10 +290,14 @@ class _Dim(click.ParamType):  # type: ignore[type-arg]
               help="Write a page: blocks too, and pictures if SOURCE is a pipeline.")  # fmt: skip
 @_common
 def verify(
-    bundle: str, against: str, dims: tuple[tuple[str, int], ...], as_json: bool, verbose: bool,
-    debug: bool, **options: Any,
+    bundle: str, against: str | None, dims: tuple[tuple[str, int], ...], as_json: bool,
+    verbose: bool, debug: bool, **options: Any,
 ) -> None:  # fmt: skip
-    """Compare BUNDLE with the checkpoint it was made from; exit 1 if it differs."""
+    """Compare BUNDLE with the checkpoint it was made from; exit 1 if it differs.
+
+    The result is kept in BUNDLE, for `upload`. Two bundles are compared in MLX; only --threshold
+    judges them.
+    """
     _quiet(exact=True)
     from .convert.parity import verify as run
 
