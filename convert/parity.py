@@ -161,8 +161,8 @@ def verify(
     if is_bundle(Path(against).expanduser()):
         if tier != "forward" or page or stream or asked or recipe or model_class:
             raise MlxconvError(
-                f"{against}: is a bundle, which is compared by --tier forward alone: of the options "
-                "only --component, --seed, --dim, --dtype and --threshold apply"
+                f"{against}: is a bundle, which is compared by --tier forward alone; only "
+                "--component, --seed, --dim, --dtype and --threshold apply"
             )
         rows = bundle_rows(
             made, open_bundle(against), components, seed=seed, dtype=dtype, threshold=threshold,
