@@ -69,8 +69,8 @@ def convert(
     anchored globs on modules that stay unquantized. set: bits by such globs, {"blocks.*.ff.**": 8}.
     sizes: (width, height) in pixels, for classes that fix theirs. recipe, model_class: for classes
     of other packages. method: how quantized values are chosen. target_size: gigabytes, instead of
-    q. force replaces a bundle; dry_run writes none; weights_only traces no program. progress: say
-    on stderr what is done. command: recorded in the bundle.
+    q. force replaces a bundle; dry_run writes none, and traces with `trace` alone; weights_only
+    traces no program. progress: say on stderr what is done. command: recorded in the bundle.
     """
     started = time.perf_counter()
     chosen, use_cache = Options(**_plain(q, set, options)), unpatched()
