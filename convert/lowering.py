@@ -28,6 +28,7 @@ from .aten.builder import (
     row_name,
     target_name,
 )
+from .repeats import chunked
 from .tracing import Traced
 
 __all__ = ["TABLE", "Builder", "Lowered", "Lowering", "lower", "lowers", "supported", "target_name"]
@@ -80,7 +81,12 @@ def lower(traced: Traced, compute: torch.dtype | None = None) -> Lowered:
     missing = unsupported(graph)
     if missing:
         _refuse(traced.class_name, missing)
-    builder = Builder(compute, symbols=dict(traced.symbols), repeated=traced.repeated)
+    builder = Builder(
+        compute,
+        symbols=dict(traced.symbols),
+        repeated=traced.repeated,
+        chunked=chunked(graph),
+    )
     builder.kinds = _kinds(graph, traced.placeholders)
     env: dict[str, Arg] = {}
     inputs, literals = _bind_inputs(traced, builder, env)

@@ -1,8 +1,9 @@
 """Repeated modules are written once: members of module lists become calls of shared blocks.
 
 `transformer_blocks.0` and `transformer_blocks.1` are the same nodes with other weights. Each
-becomes one `call` with its path as the prefix of its weights. Members of lists inside a block are
-blocks in turn. Equal blocks are shared, also between entries.
+becomes one `call` with its path as the prefix of its weights. So does each call of a module that is
+called once per chunk. Members of lists inside a block are blocks in turn. Equal blocks are shared,
+also between entries.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from typing import TypeVar
 from mlxconv.runtime.program import Arg, Block, Body, Entry, Node, Ref, Weight, refs, substitute
 
 from .rewrites.graph import dims_of, make_type
-from .rewrites.sharing import number
+from .rewrites.sharing import list_member, number
 
 SMALLEST = 8  # nodes: a call of fewer is longer to read than the nodes
 _NUMBERED = re.compile(r"[vir]\d+")
+_CALL = re.compile(r"@\d+")  # of a module that is called once per chunk: `decoder@3`
 BodyT = TypeVar("BodyT", bound=Body)
 
 
@@ -53,23 +55,25 @@ class _Member:
     nodes: list[Node]
     outputs: list[str] = field(default_factory=list)
 
-    def contains(self, module: str) -> bool:
-        return module == self.prefix or module.startswith(f"{self.prefix}.")
+    @property
+    def path(self) -> str:
+        return _CALL.sub("", self.prefix)
 
 
 @dataclass(slots=True)
 class _Naming:
     """Names inside a block for what the member calls otherwise, in order of first use."""
 
-    prefix: str
+    prefix: str  # of the member's nodes
+    path: str  # of its weights
     values: dict[str, str] = field(default_factory=dict)
     inputs: dict[Ref | Weight, str] = field(default_factory=dict)
 
     def read(self, item: Ref | Weight) -> Arg:
         if isinstance(item, Ref) and item.name in self.values:
             return Ref(self.values[item.name])
-        if isinstance(item, Weight) and item.name.startswith(f"{self.prefix}."):
-            return Weight(item.name.removeprefix(f"{self.prefix}."))
+        if isinstance(item, Weight) and item.name.startswith(f"{self.path}."):
+            return Weight(item.name.removeprefix(f"{self.path}."))
         return Ref(self.inputs.setdefault(item, f"i{len(self.inputs)}"))
 
     def node(self, node: Node) -> Node:
@@ -83,12 +87,12 @@ class _Naming:
 
 def _extract(member: _Member, taps: Mapping[str, tuple[str, ...]]) -> tuple[Block, tuple[Arg, ...]]:
     """The member as a block, and what its call passes for the block's inputs."""
-    naming = _Naming(member.prefix)
+    naming = _Naming(member.prefix, member.path)
     nodes = [naming.node(node) for node in member.nodes]
     inner = {
-        path.removeprefix(f"{member.prefix}."): tuple(naming.values[name] for name in names)
+        path.removeprefix(f"{member.path}."): tuple(naming.values[name] for name in names)
         for path, names in taps.items()
-        if path.startswith(f"{member.prefix}.") and all(name in naming.values for name in names)
+        if path.startswith(f"{member.path}.") and all(name in naming.values for name in names)
     }
     outputs = tuple(Ref(naming.values[name]) for name in member.outputs)
     return Block(nodes, outputs, inner, tuple(naming.inputs.values())), tuple(naming.inputs)
@@ -111,25 +115,18 @@ def _outline(body: BodyT, library: _Library) -> BodyT:
             nodes.append(unit)
         else:
             nodes.append(_call(unit, body.taps, library))
+    for node in nodes:
+        node.module = _CALL.sub("", node.module)
     return replace(body, nodes=nodes, taps=_outer_taps(body, members))
 
 
 def _members(body: Body) -> dict[str, _Member]:
     found: dict[str, _Member] = {}
     for node in body.nodes:
-        prefix = _list_member(node.module)
+        prefix = list_member(node.module, "")
         if prefix:
             found.setdefault(prefix, _Member(prefix, [])).nodes.append(node)
     return {prefix: m for prefix, m in found.items() if len(m.nodes) >= SMALLEST}
-
-
-def _list_member(module: str) -> str:
-    """`down_blocks.0.resnets.1.conv1` -> `down_blocks.0`; empty outside of lists."""
-    parts = module.split(".")
-    for i, part in enumerate(parts[1:], 1):
-        if part.isdigit():
-            return ".".join(parts[: i + 1])
-    return ""
 
 
 def _find_outputs(body: Body, members: Iterable[_Member]) -> None:
@@ -144,7 +141,7 @@ def _find_outputs(body: Body, members: Iterable[_Member]) -> None:
             if owner.get(name, "") != own:
                 read[owner.get(name, "")].add(name)
     for member in members:
-        wanted = read[member.prefix].union(body.taps.get(member.prefix, ()))
+        wanted = read[member.prefix].union(body.taps.get(member.path, ()))
         member.outputs = [name for node in member.nodes for name in node.out if name in wanted]
 
 
@@ -154,8 +151,8 @@ def _call(member: _Member, taps: Mapping[str, tuple[str, ...]], library: _Librar
     return Node(
         "call",
         tuple(member.outputs),
-        {"block": library.add(member.prefix, block), "prefix": member.prefix, "inputs": inputs},
-        member.prefix,
+        {"block": library.add(member.path, block), "prefix": member.path, "inputs": inputs},
+        member.path,
         tuple(types[name] for name in member.outputs),
     )
 
@@ -164,11 +161,7 @@ def _outer_taps(body: Body, members: Mapping[str, _Member]) -> dict[str, tuple[s
     """Taps of values that are still computed here: not inside of a member, or outputs of one."""
     hidden = {name for m in members.values() for node in m.nodes for name in node.out}
     shown = {name for m in members.values() for name in m.outputs}
-    inner = {
-        path: _list_member(path)
-        for path, names in body.taps.items()
-        if _list_member(path) in members and path != _list_member(path)
-    }
+    inner = {p for p in body.taps if any(p.startswith(f"{m.path}.") for m in members.values())}
     return {
         path: names
         for path, names in body.taps.items()
@@ -213,7 +206,7 @@ def _units(
     made: dict[str, int] = {}
     unit_of: list[int] = []
     for node in nodes:
-        prefix = _list_member(node.module)
+        prefix = list_member(node.module, "")
         if prefix in members:
             if prefix not in index:
                 index[prefix] = len(units)
@@ -256,6 +249,7 @@ class _Library:
         types = {n: t for node in block.nodes for n, t in zip(node.out, node.types)}
         if key in self.names:
             name = self.names[key]
+            self.blocks[name].taps.update(block.taps)
             known = self.types[name]
             known.update({n: _common_type(known[n], t) for n, t in types.items()})
             return name

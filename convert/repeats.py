@@ -1,6 +1,7 @@
 """Repeated blocks are traced once; each later one is a single node of the graph.
 
-The members of a model's module lists mostly differ in nothing but their weights: same classes,
+A video autoencoder calls its decoder once per chunk of frames; all chunks but the first few are
+alike, so the length of a trace does not grow with the number of frames. Likewise the members of a model's module lists mostly differ in nothing but their weights: same classes,
 same settings, same shapes. The first one that is called with given arguments is traced; where an
 equal one is called with like arguments the graph gets one ``mlxconv.again`` node. The lowering
 writes the first one's program nodes again in its place. So the time and the memory of a trace
@@ -18,12 +19,13 @@ import hashlib
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.node import _side_effectful_functions
 from torch.utils import _pytree as pytree
 
 _LIBRARY = torch.library.Library("mlxconv", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -52,13 +54,16 @@ def _again_fake(inputs: list[torch.Tensor], path: str, call: str) -> list[torch.
 
 @dataclass(frozen=True)
 class _Output:
-    """A tensor that a block computes: each size a number, or that of an input's axis."""
+    """A tensor that a block computes: each size a number, that of an input's axis, or a symbol.
 
-    sizes: tuple[int | tuple[int, int], ...]
+    Inputs of equal calls have the same symbolic sizes, so their outputs have too.
+    """
+
+    sizes: tuple[int | torch.SymInt | tuple[int, int], ...]
     dtype: torch.dtype
 
     def like(self, inputs: list[torch.Tensor]) -> torch.Tensor:
-        sizes = [n if isinstance(n, int) else inputs[n[0]].shape[n[1]] for n in self.sizes]
+        sizes = [inputs[n[0]].shape[n[1]] if isinstance(n, tuple) else n for n in self.sizes]
         return inputs[0].new_empty(sizes, dtype=self.dtype)
 
 
@@ -97,6 +102,15 @@ def equal_members(module: nn.Module) -> list[Equals]:
                     digest = hashlib.sha256(text.encode()).hexdigest()
                     groups[digest].append((f"{path}.{name}".lstrip("."), settings))
     return [_equals(found) for found in groups.values() if len(found) > 1]
+
+
+def chunk_modules(module: nn.Module) -> list[Equals]:
+    """Children that a method may call several times, once per chunk: each is equal to itself."""
+    return [
+        Equals(path, (path,), frozenset())
+        for path, child in module.named_children()
+        if not isinstance(child, nn.ModuleList) and next(child.children(), None) is not None
+    ]
 
 
 _Setting = tuple[type, str, int | str]
@@ -164,6 +178,7 @@ class _Call:
     path: str
     spec: pytree.TreeSpec
     sources: tuple[tuple[str, Any], ...]  # ("input", leaf), ("output", index), ("value", it)
+    state: str = ""  # of the module, where the module itself is called again
 
     def outputs(self, leaves: list[Any], computed: list[torch.Tensor]) -> Any:
         places = {"input": leaves, "output": computed}
@@ -181,7 +196,11 @@ def traced_once(module: nn.Module, apart: set[str] | None) -> Iterator[set[str]]
     groups = (
         []
         if apart is None
-        else [g for g in equal_members(module) if not apart.intersection(g.paths)]
+        else [
+            group
+            for group in (*equal_members(module), *chunk_modules(module))
+            if not apart.intersection(group.paths)
+        ]
     )
     trace = _Trace(reads=[])
     root = module.forward
@@ -199,13 +218,16 @@ def traced_once(module: nn.Module, apart: set[str] | None) -> Iterator[set[str]]
     labels = {label for group in groups for label in group.labels}
     module.forward = forward
     for path, group, child in members:
-        child.forward = _block_forward(child.forward, path, group, trace)
+        child.forward = _block_forward(child, path, group, trace)
     held = {(cls, name): vars(cls)[name] for cls, name in labels if name in vars(cls)}
     for cls, name in labels:
         setattr(cls, name, _Watched(cls, name, trace.reads))
+    # An output that nobody reads of the first block may be read of a later one.
+    _side_effectful_functions.add(torch.ops.mlxconv.leave.default)
     try:
         yield trace.met
     finally:
+        _side_effectful_functions.discard(torch.ops.mlxconv.leave.default)
         _OUTPUTS.clear()
         for child, earlier in before:
             del child.forward
@@ -245,21 +267,25 @@ class _Watched:
 
 
 def _block_forward(
-    forward: Callable[..., Any], path: str, group: Equals, trace: _Trace
+    child: nn.Module, path: str, group: Equals, trace: _Trace
 ) -> Callable[..., Any]:
+    forward, alone = child.forward, len(group.paths) == 1
+
     @functools.wraps(forward)
     def block_forward(*args: Any, **kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        given = (args, kwargs)
+        leaves, spec = pytree.tree_flatten(given)
         ids = [id(leaf) for leaf in leaves]
         same = tuple(ids.index(i) for i in ids)
         key = (group.first, str(spec), same, tuple(_leaf_key(leaf) for leaf in leaves))
         tensors = [i for i, n in enumerate(same) if i == n and isinstance(leaves[i], torch.Tensor)]
+        state = _state(child) if alone else ""
         call = trace.calls.get(key)
-        if call is not None and call.path != path:
+        if call is not None and call.state == state and (alone or call.path != path):
             trace.met.add(path)
             inputs = [leaves[i] for i in tensors]
             computed = torch.ops.mlxconv.again(inputs, path, call.name) if call.name else []
-            return call.outputs(leaves, computed)
+            return _returned(given, call.outputs(leaves, computed))
         if call is not None or not tensors:
             return forward(*args, **kwargs)
         name = f"{path}#{len(trace.calls)}"
@@ -273,12 +299,44 @@ def _block_forward(
         after, form = pytree.tree_flatten((args, kwargs))
         kept = form == spec and all(a is b for a, b in zip(after, inside, strict=True))
         same_values = all(x._version == versions[i] for i, x in entered.items())
-        if not (kept and same_values and _described(inside) == described):
+        if not (same_values and _described(inside) == described):
             raise Unrepeatable(group.first)
-        calls = {} if group.labels.intersection(trace.reads[read:]) else trace.calls
-        return _finish(output, key, name, path, leaves, inside, entered, calls)
+        once = group.labels.intersection(trace.reads[read:]) or (alone and _state(child) != state)
+        result = (output, None if kept else (args, kwargs))
+        calls = {} if once else trace.calls
+        found = _finish(result, key, _Call(name, path, spec, (), state), leaves, inside, entered,
+                        calls)  # fmt: skip
+        return _returned(given, found)
 
     return block_forward
+
+
+def _returned(given: Any, result: tuple[Any, Any]) -> Any:
+    """A block's output, after what it left in its arguments' lists is put into the caller's."""
+    output, arguments = result
+    if arguments is not None:
+        _put(given, arguments)
+    return output
+
+
+def _put(old: Any, new: Any) -> Any:
+    """The new value; a list or dictionary keeps its identity and takes the new contents."""
+    if isinstance(old, list) and isinstance(new, list):
+        old[:] = [_put(old[i], item) if i < len(old) else item for i, item in enumerate(new)]
+        return old
+    if isinstance(old, dict) and isinstance(new, dict):
+        merged = {key: _put(old.get(key), item) for key, item in new.items()}
+        old.clear()
+        old.update(merged)
+        return old
+    if isinstance(old, tuple) and isinstance(new, tuple):
+        return tuple(_put(a, b) for a, b in zip(old, new, strict=True))
+    return new
+
+
+def _state(module: nn.Module) -> str:
+    """What a module and its children hold besides their weights: a later call may depend on it."""
+    return repr(_description(module, {}))
 
 
 def _described(leaves: list[Any]) -> str:
@@ -302,14 +360,13 @@ def _leaf_key(leaf: Any) -> Any:
 def _finish(
     output: Any,
     key: Any,
-    name: str,
-    path: str,
+    call: _Call,
     leaves: list[Any],
     inside: list[Any],
     entered: dict[int, torch.Tensor],
     calls: dict[Any, _Call],
 ) -> Any:
-    """The block's output, marked; remembered for later calls if its sizes are those of inputs."""
+    """The block's output, marked; remembered for later calls of the same arguments' shapes."""
     values, spec = pytree.tree_flatten(output)
     places = {id(leaf): i for i, leaf in enumerate(inside) if isinstance(leaf, torch.Tensor)}
     axes = {
@@ -324,21 +381,22 @@ def _finish(
     repeatable = True
     for value in values:
         if isinstance(value, torch.Tensor) and id(value) not in places:
-            sizes = [n if isinstance(n, int) else axes.get(str(n)) for n in value.shape]
-            repeatable &= None not in sizes
+            sizes = tuple(n if isinstance(n, int) else axes.get(str(n), n) for n in value.shape)
             sources.append(("output", len(made)))
-            made.append(_Output(tuple(n for n in sizes if n is not None), value.dtype))
-            computed.append(torch.ops.mlxconv.leave(value, name, len(computed)))
+            made.append(_Output(sizes, value.dtype))
+            computed.append(torch.ops.mlxconv.leave(value, call.name, len(computed)))
         elif isinstance(value, torch.Tensor):
             sources.append(("input", places[id(value)]))
         else:
             repeatable &= isinstance(value, _PLAIN)
             sources.append(("value", value))
-    call = _Call(name if computed else "", path, spec, tuple(sources))
+    found = replace(
+        call, name=call.name if computed else "", spec=spec, sources=tuple(sources)
+    )
     if repeatable:
-        calls[key] = call
-        _OUTPUTS[name] = tuple(made)
-    return call.outputs(leaves, computed)
+        calls[key] = found
+        _OUTPUTS[call.name] = tuple(made)
+    return found.outputs(leaves, computed)
 
 
 # --- in the graph -----------------------------------------------------------------------------
@@ -365,9 +423,7 @@ def repeated_blocks(graph: fx.Graph, lifted: Mapping[str, str]) -> dict[str, Rep
     ``lifted`` tells which parameter or constant a placeholder is. Raises Unrepeatable where a
     value made inside a block is read outside other than as its output.
     """
-    called = {
-        str(node.args[2]) for node in graph.nodes if node.target is torch.ops.mlxconv.again.default
-    }
+    called = {str(node.args[2]) for node in _again_nodes(graph)}
     marks: dict[str, dict[str, dict[int, fx.Node]]] = {
         call: {"enter": {}, "leave": {}} for call in called
     }
@@ -375,6 +431,16 @@ def repeated_blocks(graph: fx.Graph, lifted: Mapping[str, str]) -> dict[str, Rep
         if node.target in _MARKS and node.args[1] in called:
             marks[node.args[1]][_MARKS[node.target]][node.args[2]] = node
     return {call: _repeated(graph, call, lifted, **found) for call, found in marks.items()}
+
+
+def chunked(graph: fx.Graph) -> frozenset[str]:
+    """The paths of modules that are called once per chunk, alike."""
+    calls = ((str(node.args[1]), str(node.args[2])) for node in _again_nodes(graph))
+    return frozenset(path for path, call in calls if call.rsplit("#", 1)[0] == path)
+
+
+def _again_nodes(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.target is torch.ops.mlxconv.again.default]
 
 
 def _repeated(

@@ -77,6 +77,7 @@ class Builder:
     meta: dict[str, Any] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     repeated: Mapping[str, Repeated] = field(default_factory=dict)
+    chunked: frozenset[str] = frozenset()  # modules that are called once per chunk
     current: fx.Node | None = None
     _origins: list[fx.Node] = field(default_factory=list)
     _entered: dict[str, dict[int, Ref]] = field(default_factory=lambda: defaultdict(dict))
@@ -95,8 +96,16 @@ class Builder:
     def _append(self, op: str, count: int, args: dict[str, Arg]) -> tuple[Ref, ...]:
         assert self.current is not None
         names = tuple(self._fresh() for _ in range(count))
-        self._add(Node(op, names, args, module_path(self.current)))
+        self._add(Node(op, names, args, self._module(module_path(self.current))))
         return tuple(Ref(name) for name in names)
+
+    def _module(self, path: str) -> str:
+        """The path of a module, with the number of the call where there is one per chunk."""
+        first, _, rest = path.partition(".")
+        if first not in self.chunked or self.current is None:
+            return path
+        called = f"{first}@{call_number(self.current, first)}"
+        return f"{called}.{rest}" if rest else called
 
     def _add(self, node: Node) -> None:
         assert self.current is not None
@@ -152,7 +161,8 @@ class Builder:
                 out = tuple(self._fresh() for _ in node.out)
                 values.update((old, Ref(new)) for old, new in zip(node.out, out))
                 self.meta.update((new, self.meta.get(old)) for old, new in zip(node.out, out))
-                self._add(Node(node.op, out, args, moved(node.module)))
+                module = self._module(moved(re.sub(r"@\d+", "", node.module)))
+                self._add(Node(node.op, out, args, module))
         for tapped, found in list(self.taps.items()):
             if tapped.startswith(f"{block.path}."):
                 self.taps[moved(tapped)] = {i: substitute(x, read) for i, x in found.items()}
@@ -236,6 +246,15 @@ def module_path(node: fx.Node | None) -> str:
     if path.startswith("_empty_nn_module_stack"):  # what run_decompositions writes for the root
         return ""
     return path.removeprefix("L['self']").lstrip(".")
+
+
+def call_number(node: fx.Node, path: str) -> int:
+    """Which call of the module at `path` a node was traced in: torch writes `L__self__decoder@2`
+    for the third."""
+    stack = node.meta.get("nn_module_stack") or {}
+    key = next((key for key, (found, _) in stack.items() if found == path), "")
+    number = key.rpartition("@")[2]
+    return int(number) if number.isdigit() else 0
 
 
 def promoted(b: Builder, x: Arg, y: Arg) -> tuple[Arg, Arg]:

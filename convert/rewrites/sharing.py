@@ -218,10 +218,13 @@ def _reads_inside(args: Mapping[str, Arg], owners: Mapping[str, str], path: str)
 
 
 def list_member(path: str, parent: str) -> str:
-    """The first member of a list that `path` is in, below `parent`; empty if none."""
+    """The first member of a list that `path` is in, below `parent`; empty if none.
+
+    The calls of a module that is called once per chunk, `decoder@3`, are members too.
+    """
     parts, start = path.split("."), len(parent.split(".")) if parent else 0
     for i in range(start, len(parts)):
-        if parts[i].isdigit():
+        if parts[i].isdigit() or "@" in parts[i]:
             return ".".join(parts[: i + 1])
     return ""
 
