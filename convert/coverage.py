@@ -9,7 +9,7 @@ from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program import Program
 
 from .checkpoint import merged_config
-from .forwards import Case, EntryRun
+from .forwards import Case, EntryRun, fits
 from .recipe import Recipe, evaluate, names_in
 
 WORKING_SIZE = (1024, 1024)  # pixels at which people work
@@ -34,8 +34,9 @@ def pixel_dims(recipe: Recipe, config: Mapping[str, Any], size: tuple[int, int])
 
 
 def sizes_of(case: Case, recipe: Recipe, program: Program) -> dict[str, dict[str, int]]:
-    """Every entry's sizes, by its label."""
-    runs = (EntryRun(case, recipe, program, entry) for entry in program.entries)
+    """The sizes of every entry that is run, by its label."""
+    entries = (e for e in program.entries if fits(e, case.dims))
+    runs = (EntryRun(case, recipe, program, entry) for entry in entries)
     return {run.label: run.dims for run in runs}
 
 

@@ -72,7 +72,8 @@ class EntryRun:
         self.case, self.recipe, self.program, self.entry = case, recipe, program, entry
         self.config = merged_config(case.component)
         self.dims = self._dims()
-        self.blocks = [str(n.args["prefix"]) for n in entry.nodes if n.op == "call"]
+        called = (str(n.args["prefix"]) for n in entry.nodes if n.op == "call")
+        self.blocks = list(dict.fromkeys(called))  # a decoder is called once per chunk
         self.paths = _top_paths(entry, self.blocks)
 
     @property
@@ -162,16 +163,17 @@ def mlx_inputs(value: Any) -> Any:
 
 
 def compare_entries(
-    case: Case, recipe: Recipe, program: Program, tier: str, say: Callable[[str], None]
+    case: Case, recipe: Recipe, tier: str, say: Callable[[str], None]
 ) -> list[Found]:
-    """Rows for all entries, loading each PyTorch module once."""
+    """Rows for all entries, or those of the sizes asked for, loading each PyTorch module once."""
     import torch
 
     from .reference import load_reference
 
-    runs = [EntryRun(case, recipe, program, entry) for entry in program.entries]
     dtype = case.precision
     loaded = load_component(case.folder, dtype=dtype, stream=case.stream)
+    entries = _at_sizes(case, loaded, say)
+    runs = [EntryRun(case, recipe, loaded.program, entry) for entry in entries]
     say(f"{case.name}: running diffusers and the program, {', '.join(r.label for r in runs)}")
     exact = load_reference(case.component, torch.float32, stream=case.stream)
     again = _compare_with_noise(case, runs, exact, tier)
@@ -189,6 +191,29 @@ def compare_entries(
         limit = _half_limit(case, run.in_torch(half, dtype), want)
         found.append(_Judge(run, loaded, want, label, tier, limit).found())
     return found + again
+
+
+def _at_sizes(case: Case, loaded: LoadedComponent, say: Callable[[str], None]) -> list[Entry]:
+    """The entries to run: all, or those of the fixed sizes asked for, traced if there are none."""
+    from .on_demand import trace_when_called
+
+    found = []
+    for name in loaded.entries:
+        same = [entry for entry in loaded.program.entries if entry.name == name]
+        sizes = {k: case.dims.get(k, n) for k, n in same[0].sizes.items()}
+        fitting = [entry for entry in same if fits(entry, case.dims)]
+        if not fitting:
+            trace_when_called(loaded, keep=False, say=say)
+            assert loaded.executor.trace_size is not None
+            loaded.executor.trace_size(name, sizes)
+            fitting = [loaded.program.entry(name, sizes)]
+        found += fitting
+    return found
+
+
+def fits(entry: Entry, dims: Mapping[str, int]) -> bool:
+    """Whether an entry is of the fixed sizes that are asked for."""
+    return all(dims.get(name, size) == size for name, size in entry.sizes.items())
 
 
 def _half_limit(case: Case, own: Result, want: Result) -> Callable[[str], float]:

@@ -37,6 +37,7 @@ from mlxconv.runtime.staging import Begun, Staged
 
 from .bundle_parameters import CHANGE_FIRST, StoredWeights, give_to_bundle
 from .forwards import mlx_inputs
+from .on_demand import trace_when_called
 from .pipeline_match import check_same_model, named_tensors, refuse_adapters
 from .posteriors import register_posteriors
 from .recipe import ProgramRecipe, Recipe, bundle_recipe, evaluate, place
@@ -85,7 +86,7 @@ def into_diffusers(
         check_same_model(module, StoredWeights(loaded, name), recipe)
         pairs.append((module, loaded, recipe, name))
     for module, loaded, recipe, name in pairs:
-        _replace(module, loaded, recipe, name, dtype, compile)
+        _replace(module, loaded, recipe, name, dtype, compile, local=opened.remote is None)
     return pipe
 
 
@@ -96,12 +97,13 @@ def _replace(
     name: str,
     dtype: str | None,
     compile: str,
+    local: bool,
 ) -> None:
     register_posteriors(module)
     shell = _Shell(module, name)
     if getattr(getattr(module, "config", None), "force_upcast", False):
         dtype = dtype or "float32"  # the class overflows in half precision, says its configuration
-    model = _Model(loaded.path, recipe, shell.dtype, dtype, compile)
+    model = _Model(loaded.path, recipe, shell.dtype, dtype, compile, local)
     for method in dict.fromkeys(recipe.program(entry).method for entry in loaded.entries):
         bridge = _Bridge(shell, model, method, *_method_of(module, method))
         object.__setattr__(bridge.owner, bridge.name, bridge)
@@ -264,6 +266,7 @@ class _Model:
     first: torch.dtype  # that of the module when it was replaced
     dtype: str | None
     compile: str
+    local: bool  # not in the Hub's cache: sizes traced on demand are added to the bundle
     _ways: dict[tuple[str, str | None], list[_Way]] = field(default_factory=dict)
 
     def ways(self, method: str, now: torch.dtype) -> list[_Way]:
@@ -272,6 +275,7 @@ class _Model:
         dtype = self.dtype if now == self.first else str(now).removeprefix("torch.")
         if (method, dtype) not in self._ways:
             loaded = load_component(self.path, dtype=dtype)
+            trace_when_called(loaded, keep=self.local)
             self._ways[method, dtype] = [
                 _Way(Staged(loaded, entry, compile=self.compile, keep=True), program)
                 for entry in loaded.entries

@@ -15,7 +15,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from mlxconv.runtime.program import Arg, Block, Body, Entry, Node, Ref, Weight, refs, substitute
+from mlxconv.runtime.program import (
+    Arg,
+    Block,
+    Body,
+    Entry,
+    Node,
+    Program,
+    Ref,
+    Weight,
+    refs,
+    substitute,
+)
 
 from .rewrites.graph import dims_of, make_type
 from .rewrites.sharing import list_member, number
@@ -42,6 +53,29 @@ def outline(entries: Sequence[Entry]) -> tuple[list[Entry], dict[str, Block]]:
     library.annotate()
     _name_inputs(outlined, library.blocks)
     return [number(entry) for entry in outlined], library.blocks
+
+
+def merged(known: Program, more: Program) -> tuple[list[Entry], dict[str, Block]]:
+    """All entries of two programs of one component, and their blocks: equal ones are shared."""
+    library = _Library()
+    for name, block in known.blocks.items():
+        library.put(name, block)
+    names: dict[str, str] = {}
+
+    def placed(body: BodyT) -> BodyT:
+        nodes = [replace(node, args=dict(node.args)) for node in body.nodes]
+        for node in nodes:
+            if node.op == "call":
+                called = str(node.args["block"])
+                if called not in names:
+                    block = placed(more.blocks[called])
+                    names[called] = library.add(re.sub(r"_\d+$", "", called), block)
+                node.args["block"] = names[called]
+        return replace(body, nodes=nodes)
+
+    entries = [placed(entry) for entry in more.entries]
+    library.annotate()
+    return [*known.entries, *entries], library.blocks
 
 
 # ---- one member ---------------------------------------------------------------------------------
@@ -246,16 +280,22 @@ class _Library:
     def add(self, prefix: str, block: Block) -> str:
         """The name of the block that does the same, written under a new name if there is none."""
         key = _key(block)
-        types = {n: t for node in block.nodes for n, t in zip(node.out, node.types)}
         if key in self.names:
             name = self.names[key]
             self.blocks[name].taps.update(block.taps)
+            types = {n: t for node in block.nodes for n, t in zip(node.out, node.types)}
             known = self.types[name]
             known.update({n: _common_type(known[n], t) for n, t in types.items()})
             return name
         name = self._free_name("_".join(p for p in prefix.split(".") if not p.isdigit()))
-        self.names[key], self.blocks[name], self.types[name] = name, block, types
+        self.put(name, block)
         return name
+
+    def put(self, name: str, block: Block) -> None:
+        """A block under a name that is free."""
+        self.names.setdefault(_key(block), name)
+        self.blocks[name] = block
+        self.types[name] = {n: t for node in block.nodes for n, t in zip(node.out, node.types)}
 
     def _free_name(self, wanted: str) -> str:
         name, count = wanted, 0

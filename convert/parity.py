@@ -359,7 +359,7 @@ def _verify_component(
     case = replace(case, zeros=tuple(zeros))
     sizes = report.sizes[case.name] = sizes_of(case, recipe, program)
     report.notes += filter(None, [not_covered(case, recipe, sizes)])
-    for rows, begins in compare_entries(case, recipe, program, tier, say):
+    for rows, begins in compare_entries(case, recipe, tier, say):
         report.tiers.extend(rows)
         if begins:
             report.begins_at.setdefault(case.name, begins)
@@ -444,8 +444,7 @@ def _locate(
 
     for case in cases:
         if case.recipe is not None:
-            program = load_program(case.folder / PROGRAM_FILE)
-            for rows, begins in compare_entries(case, case.recipe, program, "forward", say):
+            for rows, begins in compare_entries(case, case.recipe, "forward", say):
                 if begins:
                     report.tiers.extend(rows)
                     report.begins_at.setdefault(case.name, begins)

@@ -54,19 +54,23 @@ def compile_program(
     recipe: Recipe,
     sizes: Sequence[Size] = (),
     choices: Sequence[Mapping[str, int]] = (),
+    names: Sequence[str] = (),
 ) -> Compiled:
-    """Trace all entries that the recipe gives for this configuration; no weight is read.
+    """Trace the entries that the recipe gives for this configuration; no weight is read.
 
     `sizes` matter to classes that fix their image size: one entry for each. `choices` of fixed
-    dims are traced in place of those that the recipe and `sizes` make. The last few results are
-    kept: converting one checkpoint to several precisions traces it once.
+    dims are traced in place of those that the recipe and `sizes` make; of `names` alone, if any.
+    The last few results are kept: converting one checkpoint to several precisions traces it once.
     """
-    key = repr((cls, sorted(config.items()), recipe, sizes, choices))
+    key = repr((cls, sorted(config.items()), recipe, sizes, choices, names))
     if key not in _RECENT:
         while len(_RECENT) >= _KEPT:
             _RECENT.pop(next(iter(_RECENT)))
         with _without_leftovers():
-            _RECENT[key] = _compile(cls, config, recipe, choices or fixed_dims(recipe, sizes))
+            known = names or recipe.programs_for({**_defaults(cls, config), **config})
+            _RECENT[key] = _compile(
+                cls, config, recipe, known, choices or fixed_dims(recipe, sizes)
+            )
     return _RECENT[key]
 
 
@@ -92,7 +96,11 @@ _KEPT = 8
 
 
 def _compile(
-    cls: type, config: Mapping[str, Any], recipe: Recipe, choices: Sequence[Mapping[str, int]]
+    cls: type,
+    config: Mapping[str, Any],
+    recipe: Recipe,
+    names: Sequence[str],
+    choices: Sequence[Mapping[str, int]],
 ) -> Compiled:
     from .lowering import Lowered, lower
     from .outline import outline
@@ -103,7 +111,7 @@ def _compile(
     owned: dict[str, Parameter] = {}
     tied: dict[str, str] = {}
     constants: dict[str, tuple[torch.Tensor, bool]] = {}
-    for name in recipe.programs_for({**_defaults(cls, config), **config}):
+    for name in names:
         for dims in choices:
             traced: Traced = trace(cls, config, recipe, name, dims=dims)
             found = lower(traced)

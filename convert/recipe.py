@@ -172,16 +172,23 @@ class Recipe:
         """What a bundle keeps of the sizes (`runtime/examples.py` reads it).
 
         `dims`: each one's size for tracing; `pixels`: the expressions over W and H; `arguments`:
-        for each program the expressions of its Python arguments, by dotted path.
+        for each program the expressions of its Python arguments, by dotted path; `shapes`: those of
+        its inputs, where the class fixes a size.
         """
         arguments = {
             name: dict(_expressions(dict(self.programs[name].arguments), ""))
             for name in self.programs_for(config)
         }
+        fixed = any(dim.fixed for dim in self.dims.values())
+        shapes = {
+            name: {path: list(spec.shape) for path, spec in self.programs[name].inputs.items()}
+            for name in (arguments if fixed else ())
+        }
         return {
             "dims": self.trace_dims(config),
             "pixels": dict(self.sizes),
             "arguments": {name: found for name, found in arguments.items() if found},
+            **({"shapes": shapes} if fixed else {}),
         }
 
 

@@ -1,11 +1,11 @@
 """Repeated blocks are traced once; each later one is a single node of the graph.
 
-A video autoencoder calls its decoder once per chunk of frames; all chunks but the first few are
-alike, so the length of a trace does not grow with the number of frames. Likewise the members of a model's module lists mostly differ in nothing but their weights: same classes,
-same settings, same shapes. The first one that is called with given arguments is traced; where an
-equal one is called with like arguments the graph gets one ``mlxconv.again`` node. The lowering
-writes the first one's program nodes again in its place. So the time and the memory of a trace
-depend on how many *kinds* of blocks a model has, not on how deep it is.
+The members of a model's module lists mostly differ in nothing but their weights: same classes,
+same settings, same shapes. A video autoencoder calls its decoder once per chunk of frames, and all
+chunks but the first few are alike. The first such call is traced; where an equal one has like
+arguments the graph gets one ``mlxconv.again`` node. The lowering writes the first one's program
+nodes again in its place. So the time and the memory of a trace depend on how many *kinds* of blocks
+and chunks a model has, not on how deep it is or how long the video.
 
 ``enter`` and ``leave`` mark what goes into and comes out of a block that stands for others.
 """

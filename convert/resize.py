@@ -7,13 +7,13 @@ from pathlib import Path
 
 from mlxconv.runtime.bundle import open_bundle
 from mlxconv.runtime.errors import MlxconvError
-from mlxconv.runtime.files import read_json, whole
+from mlxconv.runtime.files import whole
 from mlxconv.runtime.program import CONSTANTS_FILE, PROGRAM_FILE, Program, load_program, to_json
 
 from .bundle_folder import changing
-from .model_class import find_class
-from .programs import Compiled, Size, compile_program, fixed_dims
-from .recipe import Recipe, bundle_recipe
+from .on_demand import Traceable, extended, stored_constants
+from .programs import Compiled, Size, fixed_dims
+from .recipe import Recipe
 
 
 def add_sizes(
@@ -22,7 +22,7 @@ def add_sizes(
     sizes: Sequence[Size] = (),
     dims: Mapping[str, int] | None = None,
 ) -> list[dict[str, int]]:
-    """Trace a component again at its sizes and at further ones; gives the sizes it has now.
+    """Trace a component at further sizes; gives the sizes it has now.
 
     sizes: pixels, width and height; dims: fixed dims by the recipe's names. Weights are neither
     read nor written. Raises MlxconvError where the class fixes no size, or where the new program
@@ -34,33 +34,34 @@ def add_sizes(
     folder = opened.component(component)
     if not (folder / PROGRAM_FILE).is_file():
         raise MlxconvError(f"{folder}: has no program; convert it with a recipe")
-    listed = opened.manifest["components"][component]
-    recipe = bundle_recipe(folder, listed["class"])
-    wanted = _wanted(recipe, sizes, dims or {}, folder)
-    config = read_json(folder / "config.json")
-    for key in ("mlxconv", "quantization", "quantization_config"):
-        config.pop(key, None)
-    cls = find_class(listed["library"], listed["class"], folder)
+    source = Traceable.of(folder)
+    wanted = _wanted(source.recipe, sizes, dims or {}, folder)
 
     def with_more(old: Program) -> Compiled:
         known = [dict(entry.sizes) for entry in old.entries]
-        choices = [*known, *({**one, **choice} for one in known for choice in wanted)]
-        unique = [choice for i, choice in enumerate(choices) if choice not in choices[:i]]
-        return compile_program(cls, config, recipe, choices=unique)
+        choices = [{**one, **choice} for one in known for choice in wanted]
+        unique = [c for i, c in enumerate(choices) if c not in known and c not in choices[:i]]
+        values = stored_constants(folder)
+        if not unique:
+            return Compiled(old, values, {})
+        return extended(old, values, source.traced(unique), folder)
 
     return [entry.sizes for entry in replace_program(folder, with_more).entries]
+
+
+def add_programs(folder: Path, made: Compiled) -> None:
+    """Add traced entries to a bundle's component; those of sizes that it has are left out."""
+    replace_program(folder, lambda old: extended(old, stored_constants(folder), made, folder))
 
 
 def replace_program(folder: Path, make: Callable[[Program], Compiled]) -> Program:
     """Replace a component's program by what `make` gives for the present one; gives the new one.
 
     Processes that do this at once wait for each other, so each builds on the other's result.
-    Raises MlxconvError where the new program would read other weights than the bundle has.
     """
     with changing(folder.parent):
         old = load_program(folder / PROGRAM_FILE)
         made = make(old)
-        _check_weights(old, made.program, folder)
         _write(folder, made)
     return made.program
 
@@ -79,17 +80,6 @@ def _wanted(
             f"{folder}: its recipe derives no dim from pixels: give --dim, of {', '.join(fixed)}"
         )
     return [{**choice, **dims} for choice in fixed_dims(recipe, sizes)] if sizes else [dict(dims)]
-
-
-def _check_weights(old: Program, new: Program, folder: Path) -> None:
-    differing = sorted(
-        name for name, parameter in new.parameters.items() if old.parameters.get(name) != parameter
-    )
-    if differing:
-        raise MlxconvError(
-            f"{folder}: at that size {differing[0]} is not what the bundle has; "
-            "convert the checkpoint again with --size"
-        )
 
 
 def _write(folder: Path, made: Compiled) -> None:

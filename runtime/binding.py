@@ -30,15 +30,15 @@ def bind(
             return entry, values
         except _WrongSize as error:
             reasons.append(str(error))
-    hint = (
-        ""
-        if len(entries) == 1 and not entries[0].sizes
-        else (
-            f" Sizes in this bundle: {'; '.join(str(e.sizes) for e in entries)}."
-            " Add one with `mlxconv convert --size WxH`."
-        )
-    )
-    raise MlxconvError(f"{program.class_name}.{name}: {reasons[0]}.{hint}")
+    message = f"{program.class_name}.{name}: {reasons[0]}."
+    if not any(e.sizes for e in entries):
+        raise MlxconvError(message)
+    have = "; ".join(str(e.sizes) for e in entries)
+    raise NoSuchSize(f"{message} Sizes in this bundle: {have}.")
+
+
+class NoSuchSize(MlxconvError):
+    """No entry takes inputs of these sizes; one may be traced."""
 
 
 class _WrongSize(MlxconvError):
@@ -162,7 +162,7 @@ def at(inputs: Mapping[str, Any], path: str, default: Any = _ABSENT) -> Any:
         except (KeyError, IndexError, TypeError, ValueError):
             if default is not _ABSENT:
                 return default
-            raise MlxconvError(f"input {path} is missing") from None
+            raise _WrongSize(f"input {path} is missing") from None
     return value
 
 

@@ -14,6 +14,7 @@ from .errors import MlxconvError
 from .machine import keep_kernels_private
 from .ops import OPS, on_cpu
 from .program import MAX_INT, Arg, Block, Body, Entry, Node, Program, Ref, Weight, refs, walk
+from .sizes import add_size_command, asked_sizes
 from .weights import (
     Held,
     QuantizedWeight,
@@ -154,6 +155,7 @@ class Executor:
         self.program, self.weights = program, weights
         self.compile, self.stream = compile, stream
         self.compute = str(weights.compute).removeprefix("mlx.core.")
+        self.trace_size: Callable[[str, dict[str, int]], None] | None = None
         self._plans: dict[int, list[_Step]] = {}
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self.traces = 0  # of whole entries by mx.compile: one for each set of shapes
@@ -191,8 +193,20 @@ class Executor:
             self._weight(key)
 
     def bind(self, entry: str, inputs: Mapping[str, Any]) -> tuple[Entry, dict[str, Any]]:
-        """The entry that takes inputs of these sizes, and the values of its inputs by name."""
-        return binding.bind(self.program, entry, inputs, self.compute)
+        """The entry that takes inputs of these sizes, and the values of its inputs by name.
+
+        A size that the program lacks is traced by `trace_size` where that is set.
+        """
+        try:
+            return binding.bind(self.program, entry, inputs, self.compute)
+        except binding.NoSuchSize as error:
+            asked = asked_sizes(self.weights.config, self.program.entry(entry), inputs)
+            if asked and self.trace_size is not None:
+                self.trace_size(entry, asked)
+                return binding.bind(self.program, entry, inputs, self.compute)
+            command = add_size_command(self.weights.folder, asked)
+            hint = f" Add this one with `{command}`." if asked else ""
+            raise MlxconvError(f"{error}{hint}") from None
 
     def evaluate(
         self,

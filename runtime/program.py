@@ -144,9 +144,10 @@ class Program:
             if all((sizes or {}).get(k, v) == v for k, v in entry.sizes.items()):
                 return entry
         have = "; ".join(str(e.sizes) for e in named)
+        dims = " ".join(f"--dim {k}={v}" for k, v in (sizes or {}).items() if k in named[0].sizes)
         raise MlxconvError(
             f"{self.class_name}: no program for {dict(sizes or {})}; it has: {have}. "
-            "Add one with `mlxconv convert --size WxH`."
+            f"Add one with `mlxconv add-size BUNDLE --component NAME {dims}`."
         )
 
     def bodies(self) -> Iterator[Body]:

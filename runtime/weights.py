@@ -167,9 +167,11 @@ class Weights:
         self.parameters = parameters
         self.constants = dict(constants)
         self.compute = compute
+        self.config = config
         self.resident = resident
         self._files = weight_map(folder)
         self._quantization = Specs(config.get("quantization") or {}, str(folder))
+        self.added: dict[str, np.ndarray[Any, Any]] = {}
         self._open: dict[str, dict[str, mx.array]] = {}
         self._held: dict[str | tuple[str, ...], Any] = {}
         self._laid_out = resident
@@ -182,6 +184,17 @@ class Weights:
         other.resident, other._open, other._held = resident, {}, {}
         other._laid_out = True
         return other
+
+    def add(
+        self,
+        parameters: Mapping[str, Parameter],
+        constants: Mapping[str, str],
+        values: Mapping[str, np.ndarray[Any, Any]],
+    ) -> None:
+        """What further entries of the program read, here and in all that `again` gave."""
+        self.parameters.update(parameters)
+        self.constants.update(constants)
+        self.added.update(values)
 
     def nbytes(self, names: Iterable[str]) -> int:
         """Bytes that these take as they are held; nothing is read."""
@@ -224,7 +237,12 @@ class Weights:
 
     def _read(self, name: str) -> Held:
         if name in self.constants:
-            value = load_constant(self.folder / CONSTANTS_FILE, name)
+            added = self.added.get(name)
+            value = (
+                load_constant(self.folder / CONSTANTS_FILE, name)
+                if added is None
+                else as_constant(added)
+            )
             return value.astype(self.compute) if self.constants[name] == "compute" else value
         dtype = self.parameters[name].dtype if name in self.parameters else "compute"
         target = self.compute if dtype == "compute" else dtype_of(_stored(dtype))
@@ -300,6 +318,11 @@ def load_constant(file: Path, name: str) -> mx.array:
         raise MlxconvError(
             f"{file}: constant {name!r} cannot be read ({error}); convert the component again"
         ) from error
+    return as_constant(value)
+
+
+def as_constant(value: np.ndarray[Any, Any]) -> mx.array:
+    """As MLX holds it, float64 included."""
     return mx.array(value, dtype=mx.float64) if value.dtype == np.float64 else mx.array(value)
 
 

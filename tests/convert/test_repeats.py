@@ -233,6 +233,53 @@ class Passing(Model):
         return super().forward(x) @ self.blocks[0].proj.weight
 
 
+class Chunks(nn.Module):
+    """Calls its decoder once per chunk, with what the call before left in a list."""
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block(2, 0)
+
+        def forward(self, x, cache, index):
+            before, cache[index[0]] = cache[index[0]], x
+            index[0] += 1
+            return self.block(x) if before is None else self.block(x) + torch.tanh(before)
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.decoder = type(self).Decoder()
+
+    def forward(self, x):
+        cache = [None]
+        return torch.cat([self.decoder(chunk, cache, [0]) for chunk in x.chunk(4, -1)], -1)
+
+
+class Returned(Chunks):
+    """Hands on what its decoder returns; the first part of it is never read."""
+
+    class Decoder(Chunks.Decoder):
+        def forward(self, x, cache):
+            y = self.block(x) if cache is None else self.block(x) + torch.tanh(cache["x"])
+            return y, {"unread": x + 1, "x": x * 2}
+
+    def forward(self, x):
+        cache, made = None, []
+        for chunk in x.chunk(4, -1):
+            y, cache = self.decoder(chunk, cache)
+            made.append(y)
+        return torch.cat(made, -1)
+
+
+class Counting(Chunks):
+    """A decoder that knows how often it was called."""
+
+    class Decoder(Chunks.Decoder):
+        def forward(self, x, cache, index):
+            self.calls = getattr(self, "calls", 0) % 4 + 1
+            return super().forward(x, cache, index) * self.calls
+
+
 # How many blocks of the three are traced once, and how often the others are written again.
 MODELS = {
     Model: 2,
@@ -249,6 +296,9 @@ MODELS = {
     Growing: 0,
     Streams: 4,
     Passing: 2,
+    Chunks: 2,
+    Returned: 2,
+    Counting: 0,
 }
 
 
@@ -310,6 +360,12 @@ def test_a_deeper_model_has_a_graph_as_small(tmp_path):
         return len([n for n in graph.nodes if "aten" in str(n.target)])
 
     assert computed(2) == computed(9)
+
+
+def test_equal_chunks_call_one_block(tmp_path):
+    program = compile_program(Chunks, {"width": 8}, recipe_of(Chunks, tmp_path)).program
+    called = [str(n.args["block"]) for n in program.entries[0].nodes if n.op == "call"]
+    assert len(called) == 4 and called[1] == called[2]
 
 
 def test_forwards_are_put_back(tmp_path):

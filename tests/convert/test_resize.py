@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
 from click.testing import CliRunner
 
 from mlxconv.cli import cli
+from mlxconv.convert import resize
 from mlxconv.convert.conversion import convert
+from mlxconv.convert.forwards import mlx_inputs
 from mlxconv.convert.measure import tiny_checkpoint
+from mlxconv.convert.on_demand import trace_when_called
 from mlxconv.convert.parity import verify
 from mlxconv.convert.programs import Compiled
-from mlxconv.convert.recipe import load_recipe
+from mlxconv.convert.recipe import example_inputs, load_recipe
 from mlxconv.convert.resize import add_sizes, replace_program
+from mlxconv.runtime.bundle import load_component
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program import PROGRAM_FILE, Program, load_program
 
@@ -44,6 +51,62 @@ def test_a_batch_is_added_without_the_weights(bundle: Path, checkpoint: Path) ->
     report = verify(bundle, checkpoint)
     assert report.passed
     assert len([row for row in report.tiers if row.tier == "forward"]) == 3
+
+
+
+def inputs(batch: int) -> dict[str, Any]:
+    recipe = load_recipe("ZImageTransformer2DModel")
+    return mlx_inputs(example_inputs(recipe, "forward", recipe.tiny_config(), {"batch": batch}))
+
+
+def refusal(bundle: Path, batch: int) -> str:
+    with pytest.raises(MlxconvError, match="Sizes in this bundle") as refused:
+        load_component(bundle, "transformer")(**inputs(batch))
+    return str(refused.value)
+
+
+def test_the_command_that_a_refusal_names_works(bundle: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(bundle, tmp_path / "a copy"))
+    command = refusal(copy, 3).split("`")[1]
+    done = CliRunner().invoke(cli, shlex.split(command)[1:])
+    assert done.exit_code == 0, done.output
+    assert len(load_component(copy, "transformer")(**inputs(3))) == 3
+
+
+def test_a_size_is_traced_when_it_is_called(bundle: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(bundle, tmp_path / "copy"))
+    said: list[str] = []
+    running = load_component(copy, "transformer")
+    before = running(**inputs(2))
+    trace_when_called(running, keep=True, say=said.append)
+    assert len(running(**inputs(5))) == 5
+    assert "ZImageTransformer2DModel.forward for batch=5" in said[0]
+    assert "added to the bundle" in said[1]
+    assert all(mx.array_equal(a, b) for a, b in zip(before, running(**inputs(2)), strict=True))
+    again = load_component(copy, "transformer")(**inputs(5))
+    assert all(mx.array_equal(a, b) for a, b in zip(running(**inputs(5)), again, strict=True))
+
+
+def test_a_bundle_that_cannot_be_changed_says_so_and_runs(bundle: Path, monkeypatch: Any) -> None:
+    def refused(*_: Any) -> None:
+        raise MlxconvError("the bundle cannot be changed (Read-only file system)")
+
+    monkeypatch.setattr(resize, "add_programs", refused)
+    said: list[str] = []
+    running = load_component(bundle, "transformer")
+    trace_when_called(running, keep=True, say=said.append)
+    assert len(running(**inputs(5))) == 5
+    assert "Read-only file system" in said[1]
+    assert "batch=5" in refusal(bundle, 5)
+
+
+def test_verify_traces_the_size_asked_for_and_leaves_the_bundle(
+    bundle: Path, checkpoint: Path
+) -> None:
+    report = verify(bundle, checkpoint, dims={"batch": 5})
+    assert [r.name for r in report.tiers if r.tier == "forward"] == ["forward[batch=5]"]
+    assert report.passed
+    assert "batch=5" in refusal(bundle, 5)
 
 
 def test_two_additions_at_once_lose_nothing(bundle: Path, tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""Which fixed sizes a call asks for, where a class has one program per size."""
+
+import shlex
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from .binding import at
+from .expressions import Expression, evaluate, names_in
+from .program import Entry
+
+_LARGEST = 20_000  # tried for a dim that is part of an expression
+
+
+def asked_sizes(
+    config: Mapping[str, Any], entry: Entry, inputs: Mapping[str, Any]
+) -> dict[str, int]:
+    """The dims of `entry.sizes` as these inputs have them; {} where they are not all known.
+
+    `config`: the component's, whose `mlxconv.sizes` has the shapes of inputs as expressions.
+    """
+    table = (config.get("mlxconv") or {}).get("sizes") or {}
+    pairs = _pairs(table, entry.name, inputs)
+    names = {e: n for e, n in pairs if isinstance(e, str) and e.isidentifier()}
+    known: dict[str, Any] = {name: n for name, n in names.items() if name not in config}
+    for expression, size in pairs:
+        unknown = names_in(expression) - known.keys() - config.keys()
+        if len(unknown) == 1 and (name := unknown.pop()) in entry.sizes:
+            values = range(1, min(8 * size + 64, _LARGEST))
+            fits = (n for n in values if _fits(expression, size, {**config, **known, name: n}))
+            known.update((name, n) for n in islice(fits, 1))
+    found = {name: int(known.get(name, size)) for name, size in entry.sizes.items()}
+    given = {**config, **known, **found}
+    agreed = all(_fits(e, n, given) for e, n in pairs if names_in(e) <= given.keys())
+    return found if agreed and found != entry.sizes else {}
+
+
+def _pairs(
+    table: Mapping[str, Any], entry: str, inputs: Mapping[str, Any]
+) -> list[tuple[Expression, int]]:
+    """Expressions of shapes and of Python arguments, each with what the call has there."""
+    pairs: list[tuple[Expression, int]] = []
+    for path, shape in ((table.get("shapes") or {}).get(entry) or {}).items():
+        value = at(inputs, path, None)
+        value = value[0] if isinstance(value, (list, tuple)) and value else value
+        pairs += zip(shape, getattr(value, "shape", ()))
+    for path, expression in ((table.get("arguments") or {}).get(entry) or {}).items():
+        value = at(inputs, path, None)
+        pairs += [(expression, value)] if isinstance(value, int) else []
+    return pairs
+
+
+def _fits(expression: Expression, size: int, names: Mapping[str, Any]) -> bool:
+    return bool(evaluate(expression, names) == size)
+
+
+def add_size_command(folder: Path, sizes: Mapping[str, int]) -> str:
+    """The command that adds a size to the component in `folder`."""
+    dims = " ".join(f"--dim {name}={size}" for name, size in sizes.items())
+    return f"mlxconv add-size {shlex.quote(str(folder.parent))} --component {folder.name} {dims}"
