@@ -77,8 +77,10 @@ def ltx(frames: int = 97) -> Pipeline:
 
 
 def mochi(frames: int = 25) -> Pipeline:
-    vae = tiny("AutoencoderKLMochi", 1)
-    transformer = tiny("MochiTransformer3DModel")
+    vae = tiny(
+        "AutoencoderKLMochi", 1, latent_channels=12, latents_mean=[0.0] * 12, latents_std=[1.0] * 12
+    )
+    transformer = tiny("MochiTransformer3DModel", in_channels=12)
     pipe = _pipe("Mochi", vae=vae, transformer=transformer, scheduler=_flow(), **_t5())
     size = {"height": 32, "width": 32, "num_frames": frames, "max_sequence_length": 16}
     return pipe, {**PROMPTS, **size}
