@@ -1,4 +1,5 @@
-"""One repetition of `bench --against diffusers`: the reference's step, in a process of its own.
+"""One repetition of `bench --against diffusers` or `diffusers-compiled`: the reference's step, in a
+process of its own.
 
 python -m mlxconv.convert.bench_peer '{"source": "...", "bundle": "...", ...}'
 """
@@ -9,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import mlx.core as mx
@@ -40,7 +42,20 @@ def run(data: dict[str, Any]) -> dict[str, Any]:
     (source,) = open_checkpoint(data["source"]).components.values()
     reference = load_reference(source, getattr(torch, data["dtype"]))
     loaded = time.perf_counter()
-    output = _step(reference, method, example, 0)
+    if data.get("compiled"):
+        owner, _, name = f"module.{method}".rpartition(".")
+        holder = attrgetter(owner)(reference)
+        setattr(holder, name, torch.compile(getattr(holder, name)))
+    try:
+        output = _step(reference, method, example, 0)
+    except Exception as error:
+        if not data.get("compiled"):
+            raise
+        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        raise MlxconvError(
+            f"torch.compile failed ({lines[0]:.200}); it needs a working C++ compiler: g++ or "
+            "clang++, or the one that the environment variable CXX names"
+        ) from error
     first = time.perf_counter() - loaded
     np.save(data["output"], output)
     steps, cpu = [], time.process_time()
@@ -56,7 +71,7 @@ def run(data: dict[str, Any]) -> dict[str, Any]:
         "cpu": cpu,
         "count": job.steps,
         "peak_rss_bytes": peak_rss_bytes(),
-        "version": _version(),
+        "version": _version() + (", torch.compile" if data.get("compiled") else ""),
     }
 
 

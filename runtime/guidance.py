@@ -106,7 +106,8 @@ class Guided:
     schedule: as `Staged.prepare` takes it, for one batch. `latents`: the keyword of the latents,
     or what makes the step's keywords of them. `batched`: both predictions in one call, twice the
     batch; one after the other takes less memory. None: batched where the inputs' shapes allow it.
-    `prediction`: (output, latents) to what the scheduler takes, of the latents' shape.
+    `prediction`: (output, latents) to what the scheduler takes, of the latents' shape. `batch`:
+    samples in one call; the inputs are those of one, and are repeated.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class Guided:
         latents: str | Callable[[mx.array], Inputs] = "hidden_states",
         batched: bool | None = None,
         prediction: Callable[[mx.array, mx.array], mx.array] = lambda output, latents: output,
+        batch: int = 1,
     ) -> None:
         self._inputs = latents if callable(latents) else lambda x: {str(latents): x}
         self._prediction, self._staged = prediction, staged
@@ -132,14 +134,17 @@ class Guided:
         self._positive: Prepared | None = None
         self._negative: Prepared | None = None
         self._both: Prepared | None = None
-        both = _joined(staged, positive, negative, rows, batched) if any(self._active) else None
+        both = None
+        if negative is not None and any(self._active) and batched is not False:
+            prompts = [negative] * batch + [positive] * batch
+            both = _joined(staged, prompts, rows, _GUIDANCE if batched else None)
         if both is not None:
-            self._both = staged.prepare(both, {k: _twice(v) for k, v in rows.items()})
+            self._both = staged.prepare(both, _tiled(rows, 2 * batch))
         elif any(self._active):
             assert negative is not None
-            self._negative = staged.prepare(negative, rows)
+            self._negative = staged.prepare(*_repeated(staged, negative, rows, batch))
         if both is None or not all(self._active):
-            self._positive = staged.prepare(positive, rows)
+            self._positive = staged.prepare(*_repeated(staged, positive, rows, batch))
         self._combine = mx.compile(self.guidance.combine)
 
     @property
@@ -153,11 +158,12 @@ class Guided:
 
     def fault_at(self, step: int, latents: mx.array) -> str:
         """Where a prediction that is not finite went wrong, and what to do: see `denoise`."""
-        row, given = {k: v[step] for k, v in self._rows.items()}, self._inputs(latents)
+        row = {k: v[step] for k, v in self._rows.items()}
 
         def again() -> None:
             for prompt in self._prompts[: 1 + self._active[step]]:
-                self._staged.unstaged({**prompt, **row, **given})
+                for one in mx.split(latents, len(latents)):
+                    self._staged.unstaged({**prompt, **row, **self._inputs(one)})
 
         return explained(again, self._staged.component.dtype)
 
@@ -183,60 +189,68 @@ def _first(output: Any) -> mx.array:
     return found
 
 
-# ---- both prompts in one batch -------------------------------------------------------------------
+# ---- several samples in one batch ----------------------------------------------------------------
+
+_GUIDANCE = "guidance in one batch: {}; pad both prompts alike, or guide sequentially"
+_PICTURES = "several pictures in one batch: {}; leave batch (--batch) out"
+
+
+def _repeated(
+    staged: Staged, prompt: Inputs, rows: Mapping[str, mx.array], batch: int
+) -> tuple[Inputs, dict[str, mx.array]]:
+    """The inputs of one sample, and the schedule's, for so many."""
+    if batch == 1:
+        return prompt, dict(rows)
+    joined = _joined(staged, [prompt] * batch, rows, _PICTURES)
+    assert joined is not None
+    return joined, _tiled(rows, batch)
 
 
 def _joined(
-    staged: Staged,
-    positive: Inputs,
-    negative: Inputs | None,
-    rows: Mapping[str, mx.array],
-    batched: bool | None,
+    staged: Staged, prompts: Sequence[Inputs], rows: Mapping[str, mx.array], refusal: str | None
 ) -> dict[str, Any] | None:
-    """The inputs of both prompts as one batch, the negative first; None: one after the other."""
-    if batched is False or negative is None:
-        return None
-    entry = staged.entry_for({**positive, **{k: v[0] for k, v in rows.items()}})
+    """The inputs of several samples as one batch; where they do not fit, an error or None."""
+    last = prompts[-1]
+    entry = staged.entry_for({**last, **{k: v[0] for k, v in rows.items()}})
     try:
         if not _batches(entry):
             raise _Unequal("its batch is built in")
-        return {k: _join(entry, k, negative.get(k, v), v) for k, v in positive.items()}
+        return {k: _join(entry, k, [p.get(k, v) for p in prompts]) for k, v in last.items()}
     except _Unequal as error:
-        if batched:
-            raise MlxconvError(
-                f"guidance in one batch: {error}; pad both prompts alike, or guide sequentially"
-            ) from None
+        if refusal is not None:
+            raise MlxconvError(refusal.format(error)) from None
         return None
 
 
-def _twice(rows: mx.array) -> mx.array:
-    """A schedule's input (steps, batch) for twice the batch; (steps,) has none (UNets)."""
-    return rows if rows.ndim == 1 else mx.tile(rows, [1, 2])
+def _tiled(rows: Mapping[str, mx.array], batch: int) -> dict[str, mx.array]:
+    """A schedule's inputs (steps, 1) for a larger batch; (steps,) has none (UNets)."""
+    return {k: v if v.ndim == 1 else mx.tile(v, [1, batch]) for k, v in rows.items()}
 
 
 class _Unequal(Exception):
-    """Two prompts' inputs do not fit into one batch."""
+    """Inputs do not fit into one batch."""
 
 
-def _join(entry: Entry, path: str, negative: Any, positive: Any) -> Any:
-    if isinstance(positive, Mapping):
-        return {k: _join(entry, f"{path}.{k}", negative[k], v) for k, v in positive.items()}
-    if isinstance(positive, (list, tuple)):
-        if len(negative) != len(positive):
-            raise _Unequal(f"{path} has {len(negative)} and {len(positive)} items")
-        pairs = zip(negative, positive)
-        return [_join(entry, f"{path}.{i}", a, b) for i, (a, b) in enumerate(pairs)]
+def _join(entry: Entry, path: str, values: Sequence[Any]) -> Any:
+    last = values[-1]
+    if isinstance(last, Mapping):
+        return {k: _join(entry, f"{path}.{k}", [v[k] for v in values]) for k in last}
+    if isinstance(last, (list, tuple)):
+        if len({len(v) for v in values}) > 1:
+            raise _Unequal(f"{path} has {len(values[0])} and {len(last)} items")
+        return [_join(entry, f"{path}.{i}", each) for i, each in enumerate(zip(*values))]
     item = next((i for i in entry.inputs if i.path == path), None)
     if item is None or item.type == "int":
-        return positive
-    a, b = mx.array(negative), mx.array(positive)
+        return last
+    arrays = [mx.array(value) for value in values]
+    alike = len({tuple(array.shape) for array in arrays}) == 1
     if _leading(item.type) in _batches(entry):
-        if a.shape != b.shape:
-            raise _Unequal(f"{path} is {tuple(a.shape)} and {tuple(b.shape)}")
-        return mx.concatenate([a, b])
-    if a.shape != b.shape or not mx.array_equal(a, b):
+        if not alike:
+            raise _Unequal(f"{path} is {tuple(arrays[0].shape)} and {tuple(arrays[-1].shape)}")
+        return mx.concatenate(arrays)
+    if not alike or not all(bool(mx.array_equal(array, arrays[-1])) for array in arrays):
         raise _Unequal(f"{path} differs, and has no axis of the batch")
-    return positive
+    return last
 
 
 def _leading(kind: str) -> str:

@@ -50,6 +50,7 @@ class Options:
     height: int | None = None
     seed: int | Sequence[int] | None = None
     count: int = 1
+    batch: int = 1
     tokens: int | None = None
     scheduler: str | None = None
     sigmas: Sequence[float] | None = None

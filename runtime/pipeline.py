@@ -1,7 +1,7 @@
 """`mlxconv.load(bundle)`: prompts to pictures, without PyTorch."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -148,16 +148,17 @@ class Pipeline:
         FLUX.1 and Qwen-Image with a negative prompt. cfg_end: the part of the schedule after which
         no negative prompt is read. width, height: in pixels. seed: of the first picture, the next
         has the next; or one a picture; None: a random one, which the result names. count: pictures
-        a prompt. tokens: of the longest text encoder. scheduler: another class than the
-        checkpoint's, or a name as `DPM++ 2M Karras`, see `with_class`. sigmas, timesteps: noise
-        levels of a schedule of one's own. decoder: `tiny`, or the path of a converted autoencoder,
-        instead of the VAE. tile: large pictures are decoded in strips of rows: `auto`, `off`, or
-        how many MB each may need. preview: shown the pictures that steps predict, by `decoder` or
-        a linear map, in at most a fifth of the time. embeddings, negative_embeddings: instead of
-        prompts, arrays by the names of `pipeline.family.embeddings`. conditioning: SDXL's
-        `original_size`, `target_size` and `crops_coords_top_left`, as in diffusers. callback: after
-        each step. listener: called with each phase and how far it is. loop: when steps are
-        evaluated, and whether embeddings, latents and pixels are checked for NaN and infinity.
+        a prompt. batch: pictures of a prompt in one call of the denoiser. tokens: of the longest
+        text encoder. scheduler: another class than the checkpoint's, or a name as `DPM++ 2M
+        Karras`, see `with_class`. sigmas, timesteps: noise levels of a schedule of one's own.
+        decoder: `tiny`, or the path of a converted autoencoder, instead of the VAE. tile: large
+        pictures are decoded in strips of rows: `auto`, `off`, or how many MB each may need.
+        preview: shown the pictures that steps predict, by `decoder` or a linear map, in at most a
+        fifth of the time. embeddings, negative_embeddings: instead of prompts, arrays by the names
+        of `pipeline.family.embeddings`. conditioning: SDXL's `original_size`, `target_size` and
+        `crops_coords_top_left`, as in diffusers. callback: after each step. listener: called with
+        each phase and how far it is. loop: when steps are evaluated, and whether embeddings,
+        latents and pixels are checked for NaN and infinity.
         """
         return self.run(self.plan(options))
 
@@ -179,6 +180,8 @@ class Pipeline:
             options.tokens, guided, options.conditioning or {}, options.sigmas, options.timesteps,
         )  # fmt: skip
         _check(request, own, self.family)
+        if options.batch < 1:
+            raise MlxconvError(f"batch is {options.batch}: at least 1")
         notes = self._without_effect(options, request, against)
         requests = [
             replace(request, prompt=prompt, seed=seed)
@@ -203,14 +206,20 @@ class Pipeline:
         for requests, prompts in zip(plan.by_prompt, encoded, strict=True):
             generators = [Generator(request.seed) for request in requests]
             starts, schedule = self._start(requests, prompts[0], plan.scheduler, generators)
+            batches = [slice(at, at + plan.options.batch)
+                       for at in range(0, len(starts), plan.options.batch)]  # fmt: skip
+            groups = [mx.concatenate(starts[batch]) for batch in batches]
             with clock.phase("prepare"):
-                models = self._prepare(requests[0], prompts, starts[0], schedule, plan, made)
+                models = {
+                    count: self._prepare(prompts, starts[0], schedule, plan, made, count)
+                    for count in {len(group) for group in groups}
+                }
             told = self._previewing(plan, requests[0], clock)
             noises: list[Noise] = [
-                partial(_again, generator, starts[0].shape) for generator in generators
+                partial(_again, generators[batch], starts[0].shape) for batch in batches
             ]
             loop = plan.options.loop
-            ends += self._denoise(models, starts, schedule, noises, told, clock, later, loop)
+            ends += self._denoise(models, groups, schedule, noises, told, clock, later, loop)
         first = clock.seconds["first_step"]
         clock.seconds["steps"] -= first + clock.seconds.get("preview", 0.0)
         clock.seconds["step_median"] = median(later or [first])
@@ -242,6 +251,8 @@ class Pipeline:
              options.tokens is not None and options.embeddings is not None),
             (f"tokens {options.tokens} has no effect: the text encoders of this pipeline read a "
              "fixed number", options.tokens is not None and not family.takes_tokens),
+            (f"batch {options.batch} has no effect: a prompt has fewer pictures (--count)",
+             options.batch > max(map(len, options.seeds()))),
             (f"evaluate_every {loop.evaluate_every} of {steps} steps: evaluated at the end",
              loop.evaluate_every > steps),
             (f"clear_cache_every {loop.clear_cache_every} has no effect in {steps} steps",
@@ -307,13 +318,14 @@ class Pipeline:
         return [each * schedule.initial_noise for each in noise], schedule
 
     def _prepare(
-        self, request: Request, prompts: list[Inputs], latents: mx.array,
-        schedule: Schedule, plan: Plan, made: Pictures,
+        self, prompts: list[Inputs], latents: mx.array, schedule: Schedule, plan: Plan,
+        made: Pictures, count: int,
     ) -> Guided:  # fmt: skip
+        """The loop's model, for so many pictures at once; latents (1, ...)."""
         if self._staged is None:
             component = self.parts.component(self.family.denoiser)
             self._staged = Staged(component, compile=self.compile)
-        staged, family = self._staged, self.family
+        staged, family, request = self._staged, self.family, plan.requests[0]
         given = [
             {**family.latents(latents), **family.inputs(self.parts, request, prompt)}
             for prompt in prompts
@@ -323,14 +335,15 @@ class Pipeline:
         times, sizes = family.times(self.parts, schedule), staged.weight_bytes()
         made.weight_bytes = {"prepare": sizes["all"], "loop": sizes["step"]}
         return Guided(staged, given[0], times, negative, guidance, latents=family.latents,
-                      prediction=family.prediction)  # fmt: skip
+                      prediction=family.prediction, batch=count)  # fmt: skip
 
     def _denoise(
-        self, model: Guided, starts: list[mx.array], schedule: Schedule, noises: list[Noise],
+        self, models: Mapping[int, Guided], starts: list[mx.array], schedule: Schedule,
+        noises: list[Noise],
         callback: Callback | None, clock: Phases, later: list[float], loop: LoopSettings,
     ) -> list[mx.array]:  # fmt: skip
-        """The latents (1, ...) at the end, one picture after the other; `later`: seconds of each
-        step but the first."""
+        """The latents (1, ...) at the end of each picture; starts: a batch each, whose size says
+        which model is for it; `later`: seconds of each step but the first."""
         last = time.perf_counter()
 
         with clock.phase("steps", schedule.calls * len(starts)) as ended:
@@ -348,8 +361,11 @@ class Pipeline:
                 last = time.perf_counter()
                 return go_on
 
-            return [denoise(model, x, schedule, noise=noise, callback=told, settings=loop)
-                    for x, noise in zip(starts, noises, strict=True)]  # fmt: skip
+            ends = (
+                denoise(models[len(x)], x, schedule, noise=noise, callback=told, settings=loop)
+                for x, noise in zip(starts, noises, strict=True)
+            )
+            return [each for end in ends for each in mx.split(end, len(end))]
 
     def _previewing(self, plan: Plan, request: Request, clock: Phases) -> Callback | None:
         """The callback, and before it a preview, as often as takes a fifth of the time."""
@@ -364,7 +380,7 @@ class Pipeline:
             began = time.perf_counter()
             if began >= due:
                 with standing_in(self.parts, shown):
-                    values = np.array(self.family.decode(self.parts, progress.clean, request))
+                    values = np.array(self.family.decode(self.parts, progress.clean[:1], request))
                 preview(_image(values[0]).resize(size), progress)
                 ended = time.perf_counter()
                 due = ended + 4 * (ended - began)
@@ -421,9 +437,9 @@ def _image(pixels: np.ndarray[Any, Any]) -> Image.Image:
     return Image.fromarray(np.round(np.nan_to_num(pixels) * 255).astype(np.uint8))
 
 
-def _again(generator: Generator, shape: tuple[int, ...], call: int) -> mx.array:
+def _again(generators: list[Generator], shape: tuple[int, ...], call: int) -> mx.array:
     """Noise for a stochastic scheduler: the draws that follow those of the latents."""
-    return generator.normal(shape)
+    return mx.concatenate([generator.normal(shape) for generator in generators])
 
 
 def _check_prompts(options: Options) -> None:

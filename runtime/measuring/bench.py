@@ -25,7 +25,7 @@ from .machine import described, environment
 from .worker import GUIDANCE, Job
 
 DENOISERS = ("transformer", "unet", "prior", "decoder")
-AGAINST = ("none", "diffusers", "mflux")
+AGAINST = ("none", "diffusers", "diffusers-compiled", "mflux")
 MFLUX_CLASSES = ("FluxTransformer2DModel", "QwenImageTransformer2DModel")
 Say = Callable[[str], None]
 MFLUX_SCRIPT = ("convert", "mflux_peer.py")  # of the package: mflux's interpreter runs it
@@ -370,7 +370,8 @@ def _peer(settings: Settings, about: dict[str, Any], folder: Path) -> list[str] 
         "class": about["class"], "output": f"{folder}/peer.npy", "inputs": f"{folder}/inputs.npz",
         "height": (settings.pixels or (512, 512))[1], "width": (settings.pixels or (512, 512))[0],
     }  # fmt: skip
-    if settings.against == "diffusers":
+    if settings.against.startswith("diffusers"):
+        job["compiled"] = settings.against == "diffusers-compiled"
         return [sys.executable, "-m", "mlxconv.convert.bench_peer", json.dumps(job)]
     return _mflux(settings, about, job)
 

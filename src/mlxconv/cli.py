@@ -361,7 +361,7 @@ def _sized(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--guidance", default="none", show_default=True,
               type=click.Choice(["none", "batched", "sequential"]))  # fmt: skip
 @click.option("--against", default="none", show_default=True,
-              type=click.Choice(["none", "diffusers", "mflux"]),
+              type=click.Choice(["none", "diffusers", "diffusers-compiled", "mflux"]),
               help="Run this too, on the same weights, sizes and precision.")  # fmt: skip
 @click.option("--source", type=click.Path(path_type=Path), help="The checkpoint, for --against.")
 @click.option("--mflux-python", metavar="PYTHON", help="Interpreter that has mflux.")
@@ -474,6 +474,8 @@ def _lines(file: TextIO) -> list[str]:
 @click.option("--size", type=_Size(), help="In pixels. [default: the checkpoint's]")
 @click.option("--seed", "seeds", type=int, multiple=True,
               help="Seed of the noise (repeat for more pictures). [default: random]")  # fmt: skip
+@click.option("--batch", type=int, default=1, show_default=True,
+              help="Pictures of a prompt to compute at once.")  # fmt: skip
 @click.option("--count", type=int, default=1, show_default=True,
               help="Pictures per prompt, with seeds counting up from --seed.")  # fmt: skip
 @click.option("--tokens", type=click.IntRange(1, 1 << 15),

@@ -9,6 +9,7 @@
     python tests/bench/figures.py refit           gain of the default rounding over mx.quantize
     python tests/bench/figures.py strips PIXELS MIB  memory of decoding whole and in strips
     python tests/bench/figures.py decoder         cost of half precision in the trained VAE
+    python tests/bench/figures.py steps PROMPTS   solvers and numbers of steps on the trained model
 
 Each prints one JSON object. Nothing is downloaded; weights are seeded noise.
 """
@@ -315,6 +316,40 @@ def decoder() -> dict[str, Any]:
     return found
 
 
+def steps(count: str) -> dict[str, Any]:
+    """Of so many pictures of the trained demo pipeline, in fp32: how many are right, and how close
+    they are to those of 40 steps of Heun, by solver and number of steps."""
+    import numpy as np
+
+    import mlxconv
+    from mlxconv.convert.shapes import CHECKPOINT
+    from mlxconv.convert.shapes.accuracy import is_right
+    from mlxconv.convert.shapes.pictures import SIDE, held_out_scenes
+    from mlxconv.convert.shapes.text import TOKENS
+
+    scenes = held_out_scenes(int(count))
+    with tempfile.TemporaryDirectory() as name:
+        mlxconv.convert(CHECKPOINT, Path(name) / "bundle", "fp32")
+        pipeline = mlxconv.load(Path(name) / "bundle", keep=True)
+
+        def made(solver: str, number: int) -> Any:
+            return np.concatenate([
+                pipeline(scene.caption, steps=number, seed=i, width=SIDE, height=SIDE,
+                         tokens=TOKENS, scheduler=solver).pixels
+                for i, scene in enumerate(scenes)
+            ])  # fmt: skip
+
+        exact, found = made("Heun", 40), dict[str, Any]()
+        for solver in ("Euler", "DPM++ 2M", "UniPC", "Heun"):
+            for number in (2, 4, 8, 16):
+                pictures = made(solver, number)
+                right = sum(map(is_right, pictures, scenes))
+                decibels = -10 * np.log10(np.mean((pictures - exact) ** 2))
+                found[f"{solver}, {number} steps"] = [right, round(float(decibels), 1)]
+        right = sum(map(is_right, exact, scenes))
+    return {"prompts": len(scenes), "right_of_exact": right, "right_and_psnr_db": found}
+
+
 if __name__ == "__main__":
     command, *arguments = sys.argv[1:]
     actions: dict[str, Any] = {
@@ -327,5 +362,6 @@ if __name__ == "__main__":
         "refit": refit,
         "strips": strips,
         "decoder": decoder,
+        "steps": steps,
     }
     print(json.dumps(actions[command](*arguments)))

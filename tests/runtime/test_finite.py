@@ -19,6 +19,7 @@ from mlxconv.runtime.denoise import LoopSettings, denoise
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.families.images import pixels
 from mlxconv.runtime.finite import NotFinite
+from mlxconv.runtime.options import Options
 from mlxconv.runtime.pipeline import load
 from mlxconv.runtime.schedulers import make_schedule, scheduler_of
 
@@ -196,3 +197,34 @@ def test_a_compiled_decoder_takes_no_strips(pipeline_bundle: Bundles) -> None:
         pipe(PROMPT, tile=8)
     with pytest.raises(MlxconvError, match="compile='both': choose one of off"):
         load(pipeline_bundle("fp32"), compile="both")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"negative": "dog"}, {"scheduler": "Euler a"}], ids=["plain", "guided", "noisy"]
+)
+def test_pictures_of_one_batch_are_those_made_alone(
+    pipeline_bundle: Bundles, options: dict[str, Any]
+) -> None:
+    """Three pictures, two at once and one; each is the one of its seed."""
+    pipe = load(pipeline_bundle("fp32"), keep=True, compile="off")
+    asked = {"width": 48, "height": 32, "steps": 2, "tokens": 16, "seed": 5, "count": 3, **options}
+    alone, together = pipe(PROMPT, **asked), pipe(PROMPT, batch=2, **asked)
+    assert np.abs(together.pixels - alone.pixels).max() < 2e-5
+    assert np.abs(together.pixels[0] - together.pixels[1]).max() > 1e-2
+    assert together.notes == alone.notes
+
+
+def test_a_batch_needs_pictures_to_fill_it(pipeline_bundle: Bundles) -> None:
+    pipe = load(pipeline_bundle("fp32"))
+    (note,) = pipe.plan(Options("a cat", width=48, height=32, batch=2)).notes
+    assert note.startswith("batch 2 has no effect: a prompt has fewer pictures")
+    with pytest.raises(MlxconvError, match="batch is 0: at least 1"):
+        pipe.plan(Options("a cat", batch=0))
+
+
+def test_a_fault_in_a_batch_is_found(damaged: Damaged) -> None:
+    bundle = damaged("transformer", "transformer_blocks.1.ff.net.2.weight", float("nan"))
+    with pytest.raises(NotFinite, match=r"transformer_blocks\.1\.ff\.net\.2 \(linear\): its weig"):
+        load(bundle, compile="off")(
+            PROMPT, width=48, height=32, steps=1, tokens=16, count=2, batch=2, negative="dog"
+        )

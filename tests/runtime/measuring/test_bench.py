@@ -17,7 +17,14 @@ from mlxconv.cli import cli
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.measuring import ablation
 from mlxconv.runtime.measuring.ablation import ROWS, ablate
-from mlxconv.runtime.measuring.bench import MFLUX_SCRIPT, Settings, bench, figures
+from mlxconv.runtime.measuring.bench import (
+    MFLUX_SCRIPT,
+    Settings,
+    _peer,
+    bench,
+    describe,
+    figures,
+)
 from mlxconv.runtime.measuring.worker import Job, run
 
 from ...conftest import Bundles
@@ -89,6 +96,39 @@ def test_diffusers_gives_the_same_on_the_same_inputs(
     assert found.rel_l2 < 1e-4
     assert found.peer is not None
     assert found.peer.step > 0
+
+
+def test_compiled_diffusers_is_a_baseline_too(
+    flux_bundle: Bundles, flux_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, with a compiler that does nothing; without one, a sentence says so."""
+    from mlxconv.convert import bench_peer
+
+    settings = Settings(
+        flux_bundle("fp32"), "transformer", steps=1, against="diffusers-compiled",
+        source=flux_checkpoint, **TINY,
+    )  # fmt: skip
+    command = _peer(settings, describe(settings), tmp_path)
+    assert command is not None
+    job, compiled = json.loads(command[-1]), []
+
+    def compile(function: Any) -> Any:
+        compiled.append(function.__name__)
+        return function
+
+    monkeypatch.setattr("torch.compile", compile)
+    assert bench_peer.run(job)["version"].endswith("torch.compile")
+    assert compiled == ["forward"]
+
+    def broken(function: Any) -> Any:
+        def call(*args: Any, **inputs: Any) -> Any:
+            raise RuntimeError("InvalidCxxCompiler: no working C++ compiler found in 'nothing'")
+
+        return call
+
+    monkeypatch.setattr("torch.compile", broken)
+    with pytest.raises(MlxconvError, match=r"failed \(InvalidCxx.*the environment variable CXX"):
+        bench_peer.run(job)
 
 
 @pytest.mark.parametrize(
