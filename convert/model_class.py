@@ -50,7 +50,7 @@ def named_class(module: str, class_name: str) -> type:
 
     try:
         found = getattr(importlib.import_module(module), class_name, None)
-    except ImportError as error:
+    except (ImportError, TypeError, ValueError) as error:
         raise MlxconvError(
             f"--class {module}:{class_name}: cannot import {module} ({error}); install it, or set "
             "PYTHONPATH"

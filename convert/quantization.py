@@ -292,7 +292,7 @@ def load_policy_file(path: Path) -> PolicyFile:
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise MlxconvError(f"{path}: cannot read the precision policy: {error}") from error
     if unknown := sorted(table.keys() - {"default", "group_size", "keep", "set"}):
         raise MlxconvError(

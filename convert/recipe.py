@@ -393,8 +393,9 @@ def load_recipe_file(path: str | Path) -> Recipe:
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise MlxconvError(f"cannot read recipe {path}: {error.strerror or error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise MlxconvError(f"cannot read recipe {path}: {reason}") from error
     return parse_recipe(text, str(path))
 
 
@@ -402,7 +403,7 @@ def parse_recipe(text: str, source: str) -> Recipe:
     """The recipe in a TOML text; ``source`` is what errors call it."""
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise MlxconvError(f"{source}: not valid TOML: {error}") from error
     return _read(data, source)
 

@@ -691,6 +691,18 @@ def _leave(code: int, before: set[threading.Thread]) -> NoReturn:
     raise SystemExit(code) from None
 
 
+def _of_system(error: OSError) -> str:
+    """What the system refuses: a matter of paths, permissions and disks, not of this program."""
+    try:
+        Path.cwd()
+    except OSError:
+        return "the current folder no longer exists; change to another one (cd)"
+    name = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""
+    short = name if len(name) <= 200 else f"{name[:80]}...{name[-40:]}"
+    start = f"{short}: " if short else ""
+    return f"{start}{error.strerror}; check the path, its permissions and the disk"
+
+
 def _reason(error: Exception) -> str:
     """One line: what is wrong, and what to do."""
     if isinstance(error, MlxconvError):
@@ -698,5 +710,9 @@ def _reason(error: Exception) -> str:
     missing = (isinstance(error, ModuleNotFoundError) and error.name) or ""
     if missing.partition(".")[0] in ("torch", "diffusers", "transformers", "accelerate"):
         return f"{missing} is not installed; `pip install 'mlxconv[convert]'`"
+    if isinstance(error, OSError) and error.strerror:
+        return _of_system(error)
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return "out of memory; close other programs, or choose a smaller size or model"
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first} (unexpected; --debug shows where, please report it)"
