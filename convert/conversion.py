@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import resource
 import shlex
@@ -35,14 +36,15 @@ from .bundle_files import (
     write_json,
 )
 from .bundle_folder import atomic_folder, check_target, settle
-from .checkpoint import Component, refuse_foreign_links
+from .checkpoint import INDEX_NAMES, Component, refuse_foreign_links
 from .hub_source import Asked, Download, opened
 from .jobs import Job, Options, Run, bundle_bytes, prepare
 from .program_cache import unpatched
 from .publishing.source_card import published_root, read_source_card
-from .recipe import RECIPE_FILE, load_recipe_file
+from .recipe import RECIPE_FILE, Recipe, load_recipe_file
 from .report import ComponentReport, ConvertReport, grouped_kept
 from .resume import fingerprint, unfinished_folder, unfinished_path
+from .unread import unread_tensors
 from .weight_files import check_unchanged
 from .writer import Saved, read_back, write_weights
 
@@ -79,8 +81,9 @@ def convert(
         if hub_name(source) is not None:
             check_target(Path(out), chosen.force)  # before the Hub is asked anything
     recipe = load_recipe_file(chosen.recipe) if chosen.recipe else None
+    model_class = chosen.model_class or _recipe_class(recipe, source)
     asked = Asked(
-        chosen.variant, chosen.model_class, chosen.components, chosen.revision, chosen.low_disk,
+        chosen.variant, model_class, chosen.components, chosen.revision, chosen.low_disk,
         chosen.verify_checksums, progress,
     )  # fmt: skip
     with opened(source, asked) as found:
@@ -120,6 +123,15 @@ def _plain(
 
 def _bits(precision: str | int) -> str:
     return f"{precision}bit" if isinstance(precision, int) else str(precision)
+
+
+def _recipe_class(recipe: Recipe | None, source: str | Path) -> str | None:
+    """The class that a recipe names in a package of the user's, for a component of its own."""
+    if recipe is None or recipe.library in ("diffusers", "transformers"):
+        return None
+    if any((Path(source).expanduser() / name).is_file() for name in INDEX_NAMES):
+        return None
+    return f"{recipe.library}:{recipe.class_name}"
 
 
 def _prepared(run: Run, download: Download | None) -> dict[str, Job]:
@@ -261,7 +273,7 @@ def _write_manifest(run: Run, jobs: dict[str, Job], folder: Path, command: str |
             "program": job.compiled is not None,
             "source_bytes": sum(t.nbytes for t in job.component.tensors.values()),
             "kept": grouped_kept(_kept(job)),
-            "unused": _unused(job),
+            "unused": unread_tensors(job.match, job.compiled),
         }
         for name, job in jobs.items()
     }
@@ -297,15 +309,6 @@ def _verify_written(run: Run, jobs: dict[str, Job], folder: Path) -> None:
 
 
 # ---- reporting ----------------------------------------------------------------------------------
-
-
-def _unused(job: Job) -> list[str]:
-    """Checkpoint tensors that no program reads: unknown to the class, or dead in its forward."""
-    unused = list(job.match.unused)
-    if job.compiled is not None:
-        read = {job.match.found[name] for name in job.compiled.program.parameters}
-        unused += [s for n, s in job.match.found.items() if s not in read]
-    return sorted(set(unused))
 
 
 def _report(
@@ -371,12 +374,21 @@ def _component_report(job: Job) -> ComponentReport:
         job.plan.nbytes,
         8 * job.plan.nbytes / max(1, parameters),
         sum(d.precision.quantized for d in job.plan.decisions.values()),
+        _linear_quantized(job),
         _kept(job),
-        _unused(job),
+        unread_tensors(job.match, job.compiled),
         job.plan.not_finite,
         program,
         job.note,
     )
+
+
+def _linear_quantized(job: Job) -> float | None:
+    sizes = {n: math.prod(p.shape) for n, p in job.parameters.items() if p.kind == "linear"}
+    if not (job.policy.default.quantized and sizes):
+        return None
+    quantized = sum(sizes[n] for n in sizes if job.plan.decisions[n].precision.quantized)
+    return round(quantized / sum(sizes.values()), 4)
 
 
 def _kept(job: Job) -> list[dict[str, str]]:

@@ -15,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from torch import nn
 from mlxconv.runtime.errors import MlxconvError
 
 from .fake_module import build_module, merged_config
-from .recipe import Recipe, parse_recipe
+from .into_diffusers import _Untouchable
+from .recipe import Recipe, parse_recipe, recipe_names
 from .tracing import quiet
 
 _TRIES = 400
@@ -68,6 +70,9 @@ _RULES = (
     _Rule(r"^(timesteps?|t|time|sigmas?|.*_timesteps?)$", _guesses("batch", kind="time")),
     _Rule(r"^.*guidance.*$", _guesses("batch", kind="guidance")),
     _Rule(r"^input_ids$", _guesses("batch text_tokens", kind="tokens")),
+    _Rule(r"^attention_mask$", (
+        *_guesses("batch text_tokens", kind="token_mask"),
+        *_guesses("batch image_tokens", kind="mask"))),
     _Rule(r"^(class_labels|labels)$", _guesses("batch", kind="labels")),
     _Rule(r"^(txt|text|encoder|prompt).*ids$", _positions("text_tokens")),
     _Rule(r"^.*ids$", _positions("image_tokens")),
@@ -107,16 +112,20 @@ def derive_recipe(
     return parse_recipe(text, f"the recipe derived for {cls.__name__}"), text
 
 
-def new_recipe(class_name: str, config: Path | None = None) -> str:
-    """The text of a recipe derived for a class of diffusers, transformers or `module:Class`.
+def new_recipe(class_name: str, config: Path | None = None, *, derive: bool = False) -> str:
+    """The text of the shipped recipe of a class, or of one derived for it.
 
-    config: a config.json, or a folder that has one; by default the constructor's defaults.
+    class_name: of diffusers or transformers, or `module:Class`. config: a config.json, or a folder
+    that has one; by default the constructor's defaults. derive: do so even where one is shipped.
     """
     from mlxconv.runtime.files import read_json
 
     from .model_class import find_class, named_class
 
     module, colon, name = class_name.rpartition(":")
+    if not derive and class_name in recipe_names():
+        shipped = files("mlxconv").joinpath("recipes", f"{class_name}.toml")
+        return shipped.read_text(encoding="utf-8")
     if colon:
         cls: Any = named_class(module, name)
     else:
@@ -124,8 +133,12 @@ def new_recipe(class_name: str, config: Path | None = None) -> str:
         cls = find_class(module, class_name, Path(class_name))
     file = config / "config.json" if config is not None and config.is_dir() else config
     values = read_json(file) if file is not None else {}
-    known = inspect.signature(cls).parameters
-    return derive_recipe(cls, {k: v for k, v in values.items() if k in known}, module)[1]
+    if hasattr(cls, "config_class"):
+        values = cls.config_class.from_dict(values).to_dict()
+    else:
+        known = inspect.signature(cls).parameters
+        values = {k: v for k, v in values.items() if k in known}
+    return derive_recipe(cls, values, module)[1]
 
 
 class _Search:
@@ -164,7 +177,33 @@ class _Search:
                 f"line {reached[1]} with {_shown(given)}{self.left_out(given)}, then: {error}. "
                 "Write one (docs/ADDING_A_MODEL.md) and pass it by --recipe FILE"
             )
-        return given
+        return self.with_mask(self.read(given))
+
+    def vocabulary(self) -> int:
+        """How many token ids there are."""
+        found = getattr(self.module, "get_input_embeddings", lambda: None)()
+        return int(getattr(found, "num_embeddings", self.config.get("vocab_size", 100)))
+
+    def read(self, given: _Given) -> _Given:
+        """Without the optional arguments that the forward never looks at."""
+        optional = [
+            p.name
+            for p in self.signature
+            if p.name in given and p.default is not inspect.Parameter.empty
+        ]
+        return {k: v for k, v in given.items() if k not in optional or self.reads(given, k)}
+
+    def reads(self, given: _Given, name: str) -> bool:
+        """Whether the forward fails when nothing can be done with the argument."""
+        return bool(self.attempt(given, untouchable=name)[1])
+
+    def with_mask(self, given: _Given) -> _Given:
+        """A class that takes token ids takes their mask, where it has one."""
+        if not any(guess.kind == "tokens" for guess in given.values()):
+            return given
+        masked = {**given, "attention_mask": self.guesses("attention_mask")[0]}
+        known = any(p.name == "attention_mask" for p in self.signature)
+        return masked if known and not self.attempt(masked)[1] else given
 
     def left_out(self, given: _Given) -> str:
         """The arguments that were not passed, for messages."""
@@ -240,7 +279,12 @@ class _Search:
                 for width in {n // t for t in times for n in likely if n % t == 0}:
                     yield {**given, name: replace(guess, width=width)}
 
-    def attempt(self, given: Mapping[str, _Guess], dims: Mapping[str, int] | None = None) -> _Try:
+    def attempt(
+        self,
+        given: Mapping[str, _Guess],
+        dims: Mapping[str, int] | None = None,
+        untouchable: str = "",
+    ) -> _Try:
         """How far the forward comes, and why no further; empty when all is well."""
         self.tries += 1
         if self.tries > _TRIES:
@@ -254,6 +298,8 @@ class _Search:
                 kwargs = {name: self.value(name, guess, sizes) for name, guess in given.items()}
                 if any(p.name == "return_dict" for p in self.signature):
                     kwargs["return_dict"] = False
+                if untouchable:
+                    kwargs[untouchable] = _Untouchable()
                 self.module(**kwargs)
         except Exception as error:  # whatever a class raises on inputs that do not fit
             lines = str(error).strip().splitlines()
@@ -274,7 +320,8 @@ class _Search:
         if guess.kind == "size":
             return dims.get(name.removeprefix("post_patch_").removeprefix("num_"), 1)
         sizes = [self.size(name, guess, axis, dims) for axis in guess.axes]
-        kinds = {"tokens": torch.int64, "labels": torch.int64, "mask": torch.bool}
+        kinds = {**dict.fromkeys(("tokens", "labels", "token_mask"), torch.int64),
+                 "mask": torch.bool}  # fmt: skip
         dtype = {"time": torch.float32, "guidance": torch.float32}.get(guess.kind, torch.bfloat16)
         return torch.empty(sizes, dtype=kinds.get(guess.kind, dtype))
 
@@ -334,7 +381,7 @@ def _step(config: Mapping[str, Any]) -> int:
 
 # --- writing it down --------------------------------------------------------------------------
 
-_STAGES = {"time": "schedule", "guidance": "prompt", "ids": "prompt", "mask": "prompt"}
+_STAGES = {"time": "schedule"} | dict.fromkeys(("guidance", "ids", "mask", "token_mask"), "prompt")
 _CHECKS = {"batch": "[1, 3]", "image_tokens": "[35]", "text_tokens": "[7]", "frames": "[9]"}
 
 
@@ -394,7 +441,7 @@ class _Text:
             "guidance": ["value = 4.0", 'dtype = "float32"'],
             "ids": ["integers = [0, 16]"],
             "tokens": [
-                f"integers = [0, {self.search.config.get('vocab_size', 100)}]",
+                f"integers = [0, {self.search.vocabulary()}]",
                 'dtype = "int64"',
             ],
             "labels": [
@@ -402,6 +449,7 @@ class _Text:
                 'dtype = "int64"',
             ],
             "mask": ['mask = "ragged"', 'dtype = "bool"'],
+            "token_mask": ['mask = "ragged"', 'dtype = "int64"'],
         }.get(guess.kind, [])
         stage = _STAGES.get(guess.kind) or ("prompt" if self.is_text(name, guess) else None)
         fields += [f'stage = "{stage}"'] if stage else []
@@ -427,17 +475,22 @@ def _strings(names: list[str]) -> str:
 def precise_modules(module: nn.Module) -> tuple[list[str], list[str]]:
     """Globs of what stays precise: linears outside of blocks, and adaLN's linears inside.
 
-    A block is a member of a module list. adaLN is told by the names of its modules.
+    A block is a member of a module list, at any depth. adaLN is told by the names of its modules.
     """
+    lists = {path for path, child in module.named_modules() if isinstance(child, nn.ModuleList)}
+    with_blocks = {path.split(".")[0] for path in lists}
     keep: dict[str, None] = {}
     modulation: dict[str, None] = {}
     for path, child in module.named_modules():
         if not isinstance(child, nn.Linear):
             continue
         parts = path.split(".")
-        if not any(part.isdigit() for part in parts[1:2]):
-            keep[parts[0] if len(parts) == 1 else f"{parts[0]}.**"] = None
+        above = {".".join(parts[:i]) for i in range(1, len(parts))}
+        if not (above & lists or any(part.isdigit() for part in parts[1:2])):
+            whole = len(parts) == 1 or parts[0] in with_blocks
+            keep[path if whole else f"{parts[0]}.**"] = None
         elif re.search(r"(^|\.)[\w]*(ada|mod|norm)[\w]*\.", path, re.IGNORECASE):
-            modulation[".".join("*" if part.isdigit() and i == 1 else part
+            members = {i for i in range(1, len(parts)) if ".".join(parts[:i]) in lists | {parts[0]}}
+            modulation[".".join("*" if part.isdigit() and i in members else part
                                 for i, part in enumerate(parts))] = None  # fmt: skip
     return list(keep), list(modulation)

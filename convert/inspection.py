@@ -20,7 +20,7 @@ from mlxconv.runtime.weights import INDEX_FILE, Specs
 from .audit import bundle_tensors
 from .checkpoint import Checkpoint, open_checkpoint, open_component
 from .hub_source import Asked, bundle_outline, opened_remote, shown_name
-from .report import human_count
+from .report import describe_unread, human_count
 from .safetensors_io import StoredTensor
 
 
@@ -37,6 +37,7 @@ class Held:
     program: dict[str, Any] | None = None
     status: str = ""
     tensors: list[dict[str, Any]] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)  # tensors of the source that nothing reads
 
     @property
     def bits_per_weight(self) -> float:
@@ -68,6 +69,7 @@ class Inspection:
                 "bits_per_weight": round(held.bits_per_weight, 4),
                 "quantized": held.quantized,
                 "kept": held.kept,
+                "unused": held.unused,
                 "program": held.program,
             }
             if held.tensors:
@@ -98,6 +100,8 @@ class Inspection:
                 lines.append(f"{'':<18}{held.quantized} matrices quantized, {len(held.kept)} kept")
             if held.program:
                 lines.append(f"{'':<18}program: {held.program}")
+            if held.unused:
+                lines.append(f"{'':<18}{describe_unread(held.unused)}")
             for t in held.tensors:
                 lines.append(f"  {t['name']:<70}{t['dtype']:<9}{t['shape']}{t['note']}")
         return "\n".join(lines)
@@ -128,6 +132,8 @@ def _of_folder(folder: Path, tensors: bool) -> Inspection:
     if is_bundle(folder):
         bundle = open_bundle(folder)
         held = {n: _converted(folder / n, tensors) for n in bundle.manifest["components"]}
+        for name, part in bundle.manifest["components"].items():
+            held[name].unused = list(part.get("unused") or [])
         for name in bundle.manifest.get("copied", []):
             held[name] = _source(folder / name, tensors)
         version, source = bundle.manifest["version"], bundle.manifest.get("source")

@@ -9,7 +9,7 @@ structure that its own method has, found by running it on tensors without data.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -200,14 +200,16 @@ class _Way:
         return {i.path.split(".")[0] for i in entry.inputs} | set(self.program.arguments)
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Without flags, which the trace has decided; a mask that is not passed is all ones."""
-        flags = {k for k, v in self.program.arguments.items() if isinstance(v, bool)}
-        taken = {k: v for k, v in given.items() if k not in flags}
+        """Without flags that choose what is returned, which the method's own result is checked for;
+        a mask that is not passed is all ones."""
+        taken = {k: v for k, v in given.items() if not k.startswith(_CHOOSES_OUTPUT)}
         sizes = self._sizes(taken)
         for name, spec in self.program.inputs.items():
             if spec.mask is not None and name not in taken and name in self.names:
                 shape = tuple(int(evaluate(size, sizes)) for size in spec.shape)
-                place(taken, spec.path, torch.ones(shape, dtype=torch.int64))
+                kinds = {"bool": torch.bool, "int64": torch.int64}
+                ones = torch.ones(shape, dtype=kinds.get(spec.dtype, torch.float32))
+                place(taken, spec.path, ones)
         return taken
 
     def _sizes(self, given: Mapping[str, Any]) -> dict[str, int]:
@@ -240,6 +242,7 @@ class _Way:
 
 
 _KEPT = 2
+_CHOOSES_OUTPUT = ("output_", "return_", "use_cache")  # as diffusers and transformers name them
 
 
 def _decided_by(entry: Entry, given: Mapping[str, Any]) -> list[Any]:
@@ -314,10 +317,11 @@ class _Bridge:
         made = [self._leaf(leaf, values, device) for leaf in leaves]
         return pytree.tree_unflatten(made, spec)
 
-    def _outputs(self, given: Mapping[str, Any]) -> list[mx.array]:
+    def _outputs(self, named: Mapping[str, Any]) -> list[mx.array]:
         """Those of the first program that takes these arguments."""
         refused: list[MlxconvError] = []
         for way in self.ways:
+            given = {**self._defaults(way.program.arguments), **named}
             ignored = {k for k in given if k not in way.names and self._ignores(k, given)}
             try:
                 return way.run(way.arguments({k: given[k] for k in given if k not in ignored}))
@@ -333,6 +337,13 @@ class _Bridge:
             kind = self._signature.parameters[name].kind
             named.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
         return {k: v for k, v in named.items() if not _says_nothing(v)}
+
+    def _defaults(self, names: Iterable[str]) -> dict[str, Any]:
+        """What the method takes for these arguments where they are not passed."""
+        parameters = self._signature.parameters
+        found = {n: parameters[n].default for n in names if n in parameters}
+        empty = inspect.Parameter.empty
+        return {k: v for k, v in found.items() if v is not None and v is not empty}
 
     @property
     def _signature(self) -> inspect.Signature:

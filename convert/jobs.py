@@ -22,6 +22,7 @@ from .checkpoint import (
     tied_weights,
 )
 from .effects import check_effects, is_vae
+from .model_class import unknown_keys
 from .plan import Plan, make_plan
 from .program_cache import Analysis, entry_key, read_entry, write_entry
 from .programs import Compiled, Size, compile_program, module_parameters
@@ -35,6 +36,7 @@ from .quantization import (
     parse_precision,
 )
 from .recipe import Recipe, load_recipe, parse_recipe, recipe_names
+from .unread import refuse_unread, unread_tensors, with_unused
 
 # What `target_size` chooses from, the most precise first.
 BY_PRECISION = ("bf16", "8bit", "6bit", "5bit", "4bit", "3bit", "2bit")
@@ -67,6 +69,7 @@ class Options:
     revision: str | None = None
     verify_checksums: bool = False
     low_disk: bool = False
+    allow_unused: bool = False
 
 
 @dataclass
@@ -102,6 +105,7 @@ def prepare(run: Run) -> dict[str, Job]:
     """A job for every component to convert. Everything that can be refused is refused here."""
     names = chosen_components(run)
     _check_early(run.options)
+    _check_recipe(run, names)
     _check_patterns_early(run, names)
     jobs = {name: _prepare(run, run.checkpoint.components[name]) for name in names}
     _check_patterns(run, jobs)
@@ -128,6 +132,17 @@ def _check_early(options: Options) -> None:
         raise MlxconvError(
             f"--method {options.method}: expected refit, rtn or search "
             "(imatrix and gptq need calibration, which this version does not have)"
+        )
+
+
+def _check_recipe(run: Run, names: Sequence[str]) -> None:
+    """A recipe that was given is for one of the components."""
+    classes = {run.checkpoint.components[name].class_name for name in names}
+    if run.recipe is not None and run.recipe.class_name not in classes:
+        raise MlxconvError(
+            f"--recipe {run.options.recipe}: is for {run.recipe.class_name}, "
+            f"{run.checkpoint.path} has {', '.join(sorted(classes))}; leave it out, or give the "
+            "recipe of one of these"
         )
 
 
@@ -160,6 +175,7 @@ def _prepare(run: Run, component: Component) -> Job:
     shapes = {n: p.shape for n, p in parameters.items()}
     match = match_keys(shapes, component.tensors, known.tied)
     match.check(str(component.path))
+    _check_unread(run, component, known, recipe, match)
     named, found = parameters, match.found
     if compiled is None and not _untraced(run.options):  # the bundle has the files' names
         named = _stored_names(parameters, match)
@@ -170,6 +186,20 @@ def _prepare(run: Run, component: Component) -> Job:
         component, known.config, recipe, compiled, match, named, found, policy, plan, known.note,
         known.derived,
     )  # fmt: skip
+
+
+def _check_unread(
+    run: Run, component: Component, known: Analysis, recipe: Recipe | None, match: KeyMatch
+) -> None:
+    """Refuse tensors that nothing reads, unless they are expected or `--allow-unused` is given."""
+    allowed = recipe.unused if recipe else ()
+    unread = unread_tensors(match, known.compiled)
+    left = [name for name in unread if not any(matches(p, name) for p in allowed)]
+    if run.options.allow_unused or not left:
+        return
+    cls = component_class(component)
+    module, _ = module_parameters(cls, component.library, component.path, known.config)
+    refuse_unread(component.path, cls, module, match, left, known.tied, allowed)
 
 
 def _known_recipe(run: Run, component: Component) -> Recipe | None:
@@ -197,6 +227,7 @@ def _analysis(run: Run, component: Component, recipe: Recipe | None) -> Analysis
         run.warnings += known.warnings
         return known
     if _untraced(run.options):
+        _note_ignored(run, component)
         return _of_class(component, "not traced (--trace traces)")
     before = len(run.warnings)
     made = _analyse(run, component, recipe)
@@ -210,6 +241,7 @@ def _analysis(run: Run, component: Component, recipe: Recipe | None) -> Analysis
 
 def _analyse(run: Run, component: Component, recipe: Recipe | None) -> Analysis:
     """All that is asked of the component's class. What it depends on is in the key above."""
+    _note_ignored(run, component)
     if run.options.weights_only:
         return _of_class(component, "weights only")
     config, cls = merged_config(component), component_class(component)
@@ -220,7 +252,19 @@ def _analyse(run: Run, component: Component, recipe: Recipe | None) -> Analysis:
         return _of_class(component, note)
     run.say(f"{component.name}: tracing {component.class_name}")
     compiled = compile_program(cls, config, recipe, run.options.sizes)
+    if derived:
+        dead = compiled.parameters.keys() - compiled.program.parameters.keys()
+        derived = with_unused(derived, dead)
     return Analysis(config, compiled, compiled.parameters, compiled.tied, derived, note)
+
+
+def _note_ignored(run: Run, component: Component) -> None:
+    """A warning for keys of config.json that the class does not take."""
+    if ignored := unknown_keys(component_class(component), component.config):
+        run.warnings.append(
+            f"{component.name}: {component.class_name} does not take {', '.join(sorted(ignored))} "
+            "of its config.json; ignored"
+        )
 
 
 def _derived(

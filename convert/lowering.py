@@ -164,9 +164,12 @@ def _bind_inputs(
             env[item.placeholder] = value
             literals[item.name] = value
             continue
+        if item.value is not None:
+            literals[item.name] = item.value
         env[item.placeholder] = Ref(item.placeholder)
         builder.meta[item.placeholder] = value
-        inputs.append(Input(item.placeholder, item.name, builder.type_of(value), item.stage))
+        type_ = builder.type_of(value)
+        inputs.append(Input(item.placeholder, item.name, type_, item.stage, item.kinds))
     return inputs, literals
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -43,29 +47,79 @@ def find_class(library: str, class_name: str, where: Path) -> type:
 
 
 def named_class(module: str, class_name: str) -> type:
-    """The torch module class that a user named by its module, which is imported."""
-    import importlib
-
+    """The torch module class that a user named by its module, which is imported; the current folder
+    is searched last."""
     import torch
 
     try:
-        found = getattr(importlib.import_module(module), class_name, None)
+        found = getattr(_imported(module), class_name, None)
     except (ImportError, TypeError, ValueError) as error:
         raise MlxconvError(
-            f"--class {module}:{class_name}: cannot import {module} ({error}); install it, or set "
-            "PYTHONPATH"
+            f"--class {module}:{class_name}: cannot import {module} ({error}); run mlxconv in the "
+            "folder that has it, install it, or set PYTHONPATH"
         ) from error
     if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
         raise MlxconvError(f"--class {module}:{class_name}: {module} has no such torch module")
     return found
 
 
+def _imported(module: str) -> Any:
+    """A console script has its own folder on the path, not the current one, as `python -m` has."""
+    here = str(Path.cwd())
+    if {"", here} & set(sys.path):
+        return importlib.import_module(module)
+    sys.path.append(here)
+    try:
+        return importlib.import_module(module)
+    except BaseException:
+        sys.path.remove(here)
+        raise
+
+
+def bundled_class(library: str, class_name: str, folder: Path) -> type:
+    """The torch module class that a bundle's component at `folder` was converted from."""
+    import diffusers
+
+    if library in ("diffusers", "transformers") or hasattr(diffusers.pipelines, library):
+        return find_class(library, class_name, folder)
+    recorded_class(library, class_name, [folder.parent])
+    return named_class(library, class_name)
+
+
+def recorded_class(module: str, class_name: str, folders: Sequence[Path]) -> str:
+    """`module:Class` as a bundle names it. A bundle is data: MlxconvError where the module would be
+    imported from one of these folders, which may have come with it."""
+    here = str(Path.cwd())
+    places = sys.path if {"", here} & set(sys.path) else [*sys.path, here]
+    found = PathFinder.find_spec(module.partition(".")[0], places)
+    origins = (found.submodule_search_locations or [found.origin or ""]) if found else []
+    roots = [Path(p) for p in origins]
+    inside = [r for r in roots for f in folders if r.resolve().is_relative_to(f.resolve())]
+    if inside:
+        raise MlxconvError(
+            f"the bundle was converted by {module}:{class_name}, which is in {inside[0]}, beside "
+            f"the weights; if you trust that code, add --class {module}:{class_name}"
+        )
+    return f"{module}:{class_name}"
+
+
 def constructor_config(cls: Any, config: dict[str, Any], where: Path) -> dict[str, Any]:
     """Constructor defaults overlaid with config.json, as diffusers' `from_config` merges them.
 
-    Keys that the constructor does not take are dropped. Raises MlxconvError where an argument
-    without default is not configured.
+    Keys that the constructor does not take are dropped, as diffusers drops them (`unknown_keys`).
+    Raises MlxconvError where an argument without default is not configured, and where a newer
+    diffusers wrote a key that the installed one does not know: its class computes with it.
     """
+    written = config.get("_diffusers_version")
+    newer = unknown_keys(cls, config) if _is_newer(written, "diffusers") else {}
+    newer = {k: v for k, v in newer.items() if v is not None}
+    if newer:
+        listed = ", ".join(f"{key} = {value!r:.40}" for key, value in newer.items())
+        raise MlxconvError(
+            f"{where / 'config.json'}: written by diffusers {written}, {cls.__name__} of the "
+            f"installed {_version('diffusers')} does not know {listed}; upgrade it (pip install -U "
+            "diffusers), or remove the key if the model does not need it"
+        )
     extract = getattr(cls, "extract_init_dict", None)
     given = extract(dict(config))[0] if extract else config
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
@@ -81,6 +135,41 @@ def constructor_config(cls: Any, config: dict[str, Any], where: Path) -> dict[st
     if "_diffusers_version" in config:
         merged["_diffusers_version"] = config["_diffusers_version"]
     return _as_json(merged, where)
+
+
+def unknown_keys(cls: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a config.json, the entries that the class neither takes nor makes itself."""
+    extract = getattr(cls, "extract_init_dict", None)
+    if extract is not None:
+        used, left, _ = extract(dict(config))
+        unknown = {k: v for k, v in left.items() if k in config}
+        made = _registered(cls, used) if unknown else {}
+        return {k: v for k, v in unknown.items() if k not in made}
+    if hasattr(cls, "config_class"):
+        return {}  # transformers keeps whatever it finds
+    known = inspect.signature(cls.__init__).parameters
+    return {k: v for k, v in config.items() if k not in known and not k.startswith("_")}
+
+
+def _registered(cls: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration that the constructor makes, which may have more than it takes."""
+    from .fake_module import build_module
+
+    try:
+        made: Any = build_module(cls, config)[0]
+    except MlxconvError:
+        return {}
+    return dict(made.config)
+
+
+def _is_newer(written: Any, library: str) -> bool:
+    """Whether a version in a file is above the installed one."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return Version(str(written)) > Version(_version(library).partition(" ")[2])
+    except InvalidVersion:
+        return False
 
 
 def transformers_config(cls: Any, path: Path) -> dict[str, Any]:

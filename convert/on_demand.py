@@ -28,7 +28,7 @@ from mlxconv.runtime.program import (
     validate,
 )
 
-from .model_class import find_class
+from .model_class import bundled_class
 from .outline import merged
 from .programs import Compiled, compile_program, merge_kinds
 from .recipe import Recipe, bundle_recipe
@@ -52,7 +52,7 @@ class Traceable:
         config = read_json(folder / "config.json")
         for key in ("mlxconv", "quantization", "quantization_config"):
             config.pop(key, None)
-        found = find_class(listed["library"], listed["class"], folder)
+        found = bundled_class(listed["library"], listed["class"], folder)
         return cls(folder, found, config, bundle_recipe(folder, listed["class"]))
 
     def traced(self, choices: Sequence[Mapping[str, int]], names: Sequence[str] = ()) -> Compiled:

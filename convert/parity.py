@@ -27,8 +27,10 @@ from .comparison import Row, decibels, make_row
 from .coverage import not_covered, pixel_dims, sizes_of
 from .forwards import Case, compare_entries
 from .hub_source import Asked, is_recorded_source, opened, recorded_source, shown_name
+from .model_class import recorded_class
 from .programs import module_parameters
 from .recipe import Recipe, bundle_recipe, load_recipe_file
+from .report import describe_unread
 from .tokenizer_files import tokenizer_rows
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ class ParityReport:
     begins_at: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     sizes: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)  # of each entry
+    unused: dict[str, list[str]] = field(default_factory=dict)  # read by nothing, by component
     generated: dict[str, Any] | None = None  # how pictures were asked for
     compared: list[Compared] = field(default_factory=list, repr=False)
     judged: bool = True  # two bundles without a threshold are not
@@ -77,6 +80,7 @@ class ParityReport:
             "begins_at": self.begins_at,
             "notes": self.notes,
             "sizes": self.sizes,
+            "unused": self.unused,
             "generated": self.generated,
         }
 
@@ -94,6 +98,7 @@ class ParityReport:
                 f"{row.max_rel:>10.2e}{decibels(row.sqnr_db):>7}{limit:>10}  {result}"
             )
         lines += self.notes
+        lines += [describe_unread(unread, f"{name}: ") for name, unread in self.unused.items()]
         lines += [f"{name}: the error begins at {at}" for name, at in self.begins_at.items()]
         verdict = "PASSED" if self.passed else "FAILED"
         lines.append(verdict if self.judged else "compared; --threshold REL_L2 judges")
@@ -136,7 +141,8 @@ def verify(
     bf16 and fp16 when the error is at most 1.5x that of PyTorch in that dtype against PyTorch in
     fp32; a quantized bundle when the runtime equals its dequantized weights run in PyTorch (1e-4),
     the error against the fp32 original being reported beside. `stream` holds one block at a time.
-    `model_class` is the "package.module:Class" that the bundle was converted by, if any.
+    `model_class` is the "package.module:Class" of a component converted alone; by default the one
+    that the bundle was converted by.
     `dims` are sizes to run at, by the recipe's names (by default others than those traced with).
 
     "trajectory" and "image" run whole pipelines, for each prompt: latents after each step, and
@@ -169,6 +175,7 @@ def verify(
             dims=dims or {},
         )  # fmt: skip
         return ParityReport(str(bundle), str(against), seed, rows, judged=threshold is not None)
+    model_class = model_class or _recorded_class(made, against)
     whole = tier in PIPELINE_TIERS or page is not None
     with opened(against, _wanted(made, against, components, model_class, whole)) as source:
         if source.download is not None:
@@ -192,6 +199,8 @@ def verify(
         if size is not None and not whole:
             cases = _at_size(cases, size)
         own = "block" if page is not None else tier
+        made_of = made.manifest["components"]
+        found.unused = {n: list(made_of[n]["unused"]) for n in names if made_of[n].get("unused")}
         complete = [_verify_component(case, own, found, say) for case in cases]
         if not components:
             found.tiers += tokenizer_rows(made, checkpoint)
@@ -279,6 +288,16 @@ def _wanted(
         manifest.get("revision") if own else None,
         progress=True,
     )
+
+
+def _recorded_class(bundle: Bundle, against: str | Path) -> str | None:
+    """The `module:Class` of a component that was converted alone, where it is a package's own."""
+    manifest = bundle.manifest
+    parts = [] if manifest.get("pipeline") else list(manifest["components"].values())
+    if len(parts) != 1 or parts[0].get("library") in (None, "diffusers", "transformers"):
+        return None
+    folders = [bundle.path, *([] if hub_name(against) else [Path(against).expanduser()])]
+    return recorded_class(str(parts[0]["library"]), str(parts[0]["class"]), folders)
 
 
 def _names(bundle: Bundle, checkpoint: Checkpoint, asked: Sequence[str]) -> list[str]:

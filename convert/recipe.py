@@ -64,7 +64,8 @@ class Input:
     excluded, or ``mask = "ragged"`` (row i keeps fewer leading ones; "ragged_left": fewer
     trailing ones). ``count`` makes it a list of that many. ``when`` drops it where the expression
     is false. ``known``: a program has the ``value`` built in, as a mask of ones where nothing is
-    padded.
+    padded. ``below``, ``reaches``: what ``truths`` take for granted: that the largest element is
+    below a number, or at least that.
     """
 
     name: str
@@ -77,6 +78,8 @@ class Input:
     count: Expression | None = None
     when: Expression | bool = True
     known: bool = False
+    below: Expression | None = None
+    reaches: Expression | None = None
 
     @property
     def path(self) -> tuple[str | int, ...]:
@@ -218,7 +221,9 @@ _TOP = {
 }
 _DIM = {"trace", "check", "fixed", "values"}
 _PROGRAM = {"method", "inputs", "arguments", "when", "truths"}
-_INPUT = {"shape", "dtype", "stage", "value", "integers", "mask", "count", "when", "known"}
+_BOUNDS = ("below", "reaches")
+_INPUT = {"shape", "dtype", "stage", "value", "integers", "mask", "count", "when", "known",
+          "below", "reaches"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -350,9 +355,9 @@ def _input(read: _Reader, name: str, data: Any, key: str, names: set[str] | None
         raise read.fail(f"{key}.shape", "missing")
     if len({"value", "integers", "mask"} & set(data)) > 1:
         raise read.fail(key, "has more than one of value, integers, mask")
-    if data.get("known") and "value" not in data:
-        raise read.fail(f"{key}.known", "needs a value")
     value = data.get("value", [])
+    if data.get("known") and type(value) is not int:
+        raise read.fail(f"{key}.known", "needs a value, one integer")
     integers = data.get("integers")
     return Input(
         name,
@@ -370,6 +375,7 @@ def _input(read: _Reader, name: str, data: Any, key: str, names: set[str] | None
         count=read.expression(data["count"], f"{key}.count", names) if "count" in data else None,
         when=read.expression(data.get("when", True), f"{key}.when", names),
         known=read.typed(data.get("known", False), f"{key}.known", bool, "true or false"),
+        **{k: read.expression(data[k], f"{key}.{k}", names) for k in _BOUNDS if k in data},
     )
 
 

@@ -351,7 +351,8 @@ def _enter(x: torch.Tensor, name: str, index: int) -> torch.Tensor:
 
 def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return ("tensor", tuple(str(n) for n in leaf.shape), leaf.dtype)
+        with torch._C.DisableTorchFunction():  # no question of the class's own: see kinds.py
+            return ("tensor", tuple(str(n) for n in leaf.shape), leaf.dtype)
     if isinstance(leaf, torch.SymInt):
         return ("size", str(leaf.node.expr))
     return repr(_description(leaf, {}))

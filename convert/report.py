@@ -5,12 +5,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import click
+
 from mlxconv.runtime.files import format_bytes
 
 
 @dataclass
 class ComponentReport:
-    """One component. `kept` lists what did not get the precision asked, each with the reason."""
+    """One component. `kept` lists what did not get the precision asked, each with the reason.
+
+    `linear_quantized`: share of the weights of linear layers that are quantized; None where no
+    quantization was asked for, or there are none.
+    """
 
     class_name: str
     status: str  # "converted" | "copied"
@@ -19,6 +25,7 @@ class ComponentReport:
     bytes_out: int = 0
     bits_per_weight: float = 0.0
     quantized: int = 0
+    linear_quantized: float | None = None
     kept: list[dict[str, str]] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     not_finite: dict[str, int] = field(default_factory=dict)
@@ -35,6 +42,7 @@ class ComponentReport:
             "bytes_out": self.bytes_out,
             "bits_per_weight": round(self.bits_per_weight, 4),
             "quantized": self.quantized,
+            "linear_quantized": self.linear_quantized,
             "kept": self.kept,
             "unused": self.unused,
             "not_finite": self.not_finite,
@@ -157,12 +165,21 @@ def _notes(part: ComponentReport) -> list[str]:
     for item in part.kept:
         reasons.setdefault(f"{item['dtype']}: {item['why']}", []).append(item["name"])
     notes = [_listing(reason, names) for reason, names in reasons.items()]
+    if part.linear_quantized is not None and part.linear_quantized < 0.5:
+        share = f"only {100 * part.linear_quantized:.0f} % of the linear weights are quantized"
+        notes.insert(0, click.style(f"{share}; the rest is listed below", fg="red"))
     if part.unused:
-        notes.append(_listing("read by no program", part.unused))
+        notes.append(describe_unread(part.unused))
     if part.not_finite:
         counted = [f"{name} ({count})" for name, count in part.not_finite.items()]
         notes.append(_listing("NaN or infinite values", counted))
     return notes
+
+
+def describe_unread(names: list[str], where: str = "") -> str:
+    """`3 tensors of the checkpoint are read by nothing: a, b, c`."""
+    are = "tensor of the checkpoint is" if len(names) == 1 else "tensors of the checkpoint are"
+    return _listing(f"{where}{len(names)} {are} read by nothing", names)
 
 
 def _listing(reason: str, names: list[str], shown: int = 3) -> str:

@@ -37,9 +37,19 @@ from .conditions import answered
 from .fake_module import build_module, merged_config
 from .functional import functional
 from .keys import tied_weights
+from .kinds import KindsRead
 from .multiples import Axis, known_multiples, multiple
 from .posteriors import register_posteriors
-from .recipe import Expression, ProgramRecipe, Recipe, evaluate, example_inputs, names_in, place
+from .recipe import (
+    Expression,
+    Input,
+    ProgramRecipe,
+    Recipe,
+    evaluate,
+    example_inputs,
+    names_in,
+    place,
+)
 from .repeats import Repeated, repeated_blocks
 from .selections import selections
 from .symbolic_builtins import symbolic_builtins
@@ -78,7 +88,9 @@ class TracedInput:
 
     ``path`` leads to it in the keyword arguments: ``("img_shapes", 0, 0, 1)``. A tensor has
     ``shape``, of integers and expressions over dims; a free Python int has ``shape`` None and
-    ``value`` None; a constant has its ``value``.
+    ``value`` None; a constant has its ``value``, and so has a tensor that the trace takes to be
+    full of one number; of bounds on its elements it has a dictionary. ``kinds``: see
+    `kinds.py`.
     """
 
     placeholder: str
@@ -88,6 +100,7 @@ class TracedInput:
     dtype: str | None = None
     stage: str = "step"
     value: Any = None
+    kinds: str = "own"
 
     @property
     def name(self) -> str:
@@ -155,6 +168,7 @@ def trace(
         job = _job(cls, config, recipe, program, dims, dtype)
         with (
             _tracing(job.module, apart) as stood_in,
+            job.kinds,
             answered(job.entry.truths),
             torch.no_grad(),
             warnings.catch_warnings(),
@@ -243,6 +257,7 @@ class _Job:
     kwargs: dict[str, Any]
     dtype: torch.dtype
     arguments: tuple[str, ...]
+    kinds: KindsRead
 
     def inputs(self, dims: Mapping[str, int]) -> dict[str, Any]:
         """The program's example inputs where some dims differ from those traced."""
@@ -257,6 +272,14 @@ class _Job:
         """``(32, "rows")`` where a size is declared as ``32 * rows`` and the dim is free."""
         free = [name for name, dim in self.recipe.dims.items() if not dim.fixed]
         return multiple(expression, free, {**self.config, **self.dims})
+
+    def assumed(self, spec: Input) -> int | dict[str, int] | None:
+        """What the trace takes for granted of an input's elements."""
+        if spec.known:
+            return int(spec.value[0])
+        bounds = {"below": spec.below, "reaches": spec.reaches}
+        names = {**self.config, **self.dims}
+        return {k: int(evaluate(v, names)) for k, v in bounds.items() if v is not None} or None
 
     def size(self, expression: Expression) -> int | str:
         """The expression if it reads a dim, else its value; ``32 * rows`` with its number."""
@@ -285,8 +308,8 @@ def _job(
     merged = merged_config(cls, config)
     kwargs = example_inputs(recipe, program, merged, dims, dtype=dtype)
     method = entry.callable(module)
-    arguments = _positional(method)
-    module.forward = _of_known(_of_named(method, kwargs), entry)
+    arguments, kinds = _positional(method), KindsRead()
+    module.forward = _given(_of_named(method, kwargs), entry, kinds)
     return _Job(
         module,
         recipe,
@@ -296,6 +319,7 @@ def _job(
         kwargs,
         dtype,
         arguments,
+        kinds,
     )
 
 
@@ -340,18 +364,20 @@ def _of_named(forward: Callable[..., Any], names: Iterable[str]) -> Callable[...
     return named
 
 
-def _of_known(forward: Callable[..., Any], entry: ProgramRecipe) -> Callable[..., Any]:
-    """A function that makes the inputs whose value is known itself."""
+def _given(
+    forward: Callable[..., Any], entry: ProgramRecipe, kinds: KindsRead
+) -> Callable[..., Any]:
+    """A function that makes the inputs whose value is known, and has `kinds` watch all of them."""
     values = {spec.name: int(spec.value[0]) for spec in entry.inputs.values() if spec.known}
-    if not values:
-        return forward
 
     @functools.wraps(forward)
-    def known(*args: Any, **kwargs: Any) -> Any:
+    def given(*args: Any, **kwargs: Any) -> Any:
         made = {n: torch.full(kwargs[n].shape, v, dtype=kwargs[n].dtype) for n, v in values.items()}
-        return forward(*args, **{**kwargs, **made})
+        inputs = {**kwargs, **made}
+        kinds.given(inputs)
+        return forward(*args, **inputs)
 
-    return known
+    return given
 
 
 def _export(job: _Job) -> ExportedProgram:
@@ -558,6 +584,8 @@ def _input(job: _Job, node: Node, path: tuple[str | int, ...], value: Any) -> Tr
             shape=tuple(job.size(size) for size in spec.shape),
             dtype=spec.dtype,
             stage=spec.stage,
+            value=job.assumed(spec),
+            kinds=job.kinds.kinds_of(path),
         )
     if _symbolic(node.meta["val"]):
         expression = pytree.tree_leaves(_at(job.entry.arguments[str(path[0])], path[1:]))[0]

@@ -1,6 +1,7 @@
 """Keyword arguments of a torch forward -> the values an entry of a program takes."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -14,18 +15,29 @@ from .program import Arg, Body, Entry, Input, Program, Weight, refs
 def bind(
     program: Program, name: str, inputs: Mapping[str, Any], compute: str
 ) -> tuple[Entry, dict[str, Any]]:
-    """The entry `name` that takes inputs of these sizes, and its values by input name.
+    """The entry `name` that takes these inputs, and its values by input name.
 
     `compute`: dtype of the inputs that follow it. MlxconvError says which input does not fit, and
     what sizes there are.
     """
+    entry, values = choose(program, name, inputs, compute)
+    _check_ids(program, entry, inputs)
+    _check_elements(program.class_name, entry, values)
+    return entry, values
+
+
+def choose(
+    program: Program, name: str, inputs: Mapping[str, Any], compute: str
+) -> tuple[Entry, dict[str, Any]]:
+    """As `bind`, without looking at the elements of arrays."""
     entries = [e for e in program.entries if e.name == name] or [program.entry(name)]
     reasons = []
     for entry in entries:
         try:
             _check_keywords(program.class_name, entry, inputs)
             values = {i.name: as_input(i, at(inputs, i.path), compute) for i in entry.inputs}
-            _check_ids(program, entry, inputs)
+            _check_leaves(entry, inputs)
+            _check_literals(entry, inputs)
             _check_siblings(program.class_name, entry, values)
             return entry, values
         except _WrongSize as error:
@@ -63,14 +75,86 @@ def _check_keywords(class_name: str, entry: Entry, inputs: Mapping[str, Any]) ->
     missing = [k for k in tensors if inputs.get(k) is None]
     if missing:
         raise MlxconvError(f"{class_name}.{entry.name}: missing input {', '.join(missing)}")
+
+
+def _check_leaves(entry: Entry, inputs: Mapping[str, Any]) -> None:
+    """Dictionaries and lists hold nothing that the program would pass over.
+
+    Of a list that says the same of each sample, such as `img_shapes`, one item is enough.
+    """
+    known = {i.path for i in entry.inputs} | set(entry.literals)
+    for name, value in inputs.items():
+        first = value[:1] if isinstance(value, (list, tuple)) and _repeats(value) else value
+        extra = list(_leaf_paths(first, name, known))
+        if extra:
+            raise _WrongSize(f"traced without {', '.join(extra[:3])}")
+
+
+def _repeats(items: list[Any] | tuple[Any, ...]) -> bool:
+    plain = not any(isinstance(leaf, (mx.array, np.ndarray)) for leaf in _leaves(items))
+    return plain and all(item == items[0] for item in items)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    items = value.values() if isinstance(value, Mapping) else value
+    if not isinstance(value, (Mapping, list, tuple)):
+        yield value
+        return
+    for item in items:
+        yield from _leaves(item)
+
+
+def _leaf_paths(value: Any, path: str, known: set[str]) -> Iterator[str]:
+    """Paths of what is not None; an array that stands for a list is taken apart."""
+    if path in known or value is None:
+        return
+    items: Any
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, (list, tuple)) or getattr(value, "ndim", None):
+        items = enumerate(value)
+    else:
+        yield path
+        return
+    for key, item in items:
+        yield from _leaf_paths(item, f"{path}.{key}", known)
+
+
+def _check_literals(entry: Entry, inputs: Mapping[str, Any]) -> None:
+    tensors = {i.path for i in entry.inputs}
     for path, value in entry.literals.items():
         given = at(inputs, path, value)
-        if (
-            path != "return_dict"
-            and not isinstance(given, (mx.array, np.ndarray))
-            and given != value
-        ):
-            raise _WrongSize(f"{path} was traced as {value!r}, given {given!r}")
+        if path != "return_dict" and path not in tensors and not _equal(given, value):
+            raise _WrongSize(f"{path} was traced as {value!r}, given {given!r:.80}")
+
+
+def _equal(given: Any, value: Any) -> bool:
+    if isinstance(given, (mx.array, np.ndarray)):
+        return given.size == 1 and bool(given.item() == value)
+    return bool(given == value)
+
+
+def _check_elements(class_name: str, entry: Entry, values: Mapping[str, Any]) -> None:
+    """The elements of inputs are what the trace took them to be."""
+    for item in entry.inputs:
+        if item.path not in entry.literals:
+            continue
+        value, given = entry.literals[item.path], values[item.name]
+        where = f"{class_name}.{entry.name}: {item.path} was traced"
+        if isinstance(value, Mapping):
+            largest: Any = mx.max(given).item()
+            if largest >= value.get("below", math.inf) or largest < value.get("reaches", -math.inf):
+                words = {"below": "below", "reaches": "at least"}
+                bounds = " and ".join(f"{words[how]} {n}" for how, n in value.items())
+                raise MlxconvError(f"{where} for a largest element of {bounds}, not {largest}")
+            continue
+        others: Any = mx.sum(given != value).item()
+        if others:
+            raise MlxconvError(
+                f"{where} as {value} throughout, and {others} of the {given.size} elements given "
+                "are not; of a mask that means: leave the padding out, and call it with one prompt "
+                "at a time"
+            )
 
 
 def _check_siblings(class_name: str, entry: Entry, values: Mapping[str, Any]) -> None:
@@ -167,11 +251,10 @@ def at(inputs: Mapping[str, Any], path: str, default: Any = _ABSENT) -> Any:
 
 
 def as_input(item: Input, value: Any, compute: str) -> Any:
+    """The input in the dtype that the program takes. Kinds are cast across only where that gives
+    what PyTorch gives."""
     if item.type == "int":
-        try:
-            return int(value)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise MlxconvError(f"input {item.path}: expected a whole number ({error})") from error
+        return _integer(item, value)
     dtype, _, shape = item.type.rstrip("]").partition("[")
     array = value if isinstance(value, mx.array) else mx.array(np.asarray(value))
     sizes = [s.strip() for s in shape.split(",") if s.strip()]
@@ -180,4 +263,38 @@ def as_input(item: Input, value: Any, compute: str) -> Any:
     )
     if wrong:
         raise _WrongSize(f"input {item.path} has shape {tuple(array.shape)}, expected [{shape}]")
-    return array.astype(dtype_of(compute if dtype == "compute" else dtype))
+    target = dtype_of(compute if dtype == "compute" else dtype)
+    given, wanted = _kind(array.dtype), _kind(target)
+    if given == wanted:
+        return array.astype(target)
+    alike = {"any": ("bool", "integer", "float"), "count": ("bool", "integer")}.get(item.kinds, ())
+    if not {given, wanted} <= set(alike):
+        raise MlxconvError(
+            f"input {item.path} is {given}, and was traced as {wanted}, which may mean something "
+            f"else; pass it as {_name(target)}, or trace it as {given} (--recipe FILE)"
+        )
+    if item.kinds == "any" and wanted != "float":
+        return array  # the program itself casts it before anything else
+    cast = array.astype(target)
+    if not mx.array_equal(cast.astype(array.dtype), array):
+        raise MlxconvError(f"input {item.path} has numbers that {_name(target)} cannot hold")
+    return cast
+
+
+def _integer(item: Input, value: Any) -> int:
+    scalar = isinstance(value, (mx.array, np.ndarray)) and value.ndim == 0
+    single = value.item() if scalar else value
+    if isinstance(single, (bool, np.bool_)) or not isinstance(single, (int, np.integer)):
+        raise MlxconvError(f"input {item.path} is {value!r:.80}, expected an integer")
+    return int(single)
+
+
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).rpartition(".")[2]
+
+
+def _kind(dtype: mx.Dtype) -> str:
+    if dtype == mx.bool_:
+        return "bool"
+    categories = {"integer": mx.integer, "float": mx.floating}
+    return next((k for k, of in categories.items() if mx.issubdtype(dtype, of)), "complex")

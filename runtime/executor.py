@@ -192,18 +192,22 @@ class Executor:
         for key in _weight_keys(self.program, entry, "") if self.weights.resident else ():
             self._weight(key)
 
-    def bind(self, entry: str, inputs: Mapping[str, Any]) -> tuple[Entry, dict[str, Any]]:
+    def bind(
+        self, entry: str, inputs: Mapping[str, Any], *, elements: bool = True
+    ) -> tuple[Entry, dict[str, Any]]:
         """The entry that takes inputs of these sizes, and the values of its inputs by name.
 
-        A size that the program lacks is traced by `trace_size` where that is set.
+        A size that the program lacks is traced by `trace_size` where that is set. elements: whether
+        those of arrays are checked too.
         """
+        bind = binding.bind if elements else binding.choose
         try:
-            return binding.bind(self.program, entry, inputs, self.compute)
+            return bind(self.program, entry, inputs, self.compute)
         except binding.NoSuchSize as error:
             asked = asked_sizes(self.weights.config, self.program.entry(entry), inputs)
             if asked and self.trace_size is not None:
                 self.trace_size(entry, asked)
-                return binding.bind(self.program, entry, inputs, self.compute)
+                return bind(self.program, entry, inputs, self.compute)
             command = add_size_command(self.weights.folder, asked)
             hint = f" Add this one with `{command}`." if asked else ""
             raise MlxconvError(f"{error}{hint}") from None

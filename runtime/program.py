@@ -19,7 +19,7 @@ from .errors import MlxconvError
 from .files import read_text
 
 FORMAT = "mlxconv-program"
-VERSION = 1
+VERSION = 2
 PROGRAM_FILE = "program.json"
 CONSTANTS_FILE = "constants.safetensors"
 STAGES = ("constant", "prompt", "schedule", "step")
@@ -79,12 +79,17 @@ class Block(Body):
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An input of an entry: the dotted path of its keyword (`img_shapes.0.0.1`), type and stage."""
+    """An input of an entry: the dotted path of its keyword (`img_shapes.0.0.1`), type and stage.
+
+    `kinds`: "any" where the class casts booleans, integers and floats before it computes with them,
+    so that equal numbers do the same; "count" where booleans and integers do; else "own".
+    """
 
     name: str
     path: str
     type: str
     stage: str = "step"
+    kinds: str = "own"
 
 
 @dataclass(slots=True)
@@ -92,6 +97,8 @@ class Entry(Body):
     """One traced method (`forward`, `decode`, ...), for any size or for the fixed `sizes` named.
 
     `arguments`: what the method takes by position, in its order, whether traced or not.
+    `literals`: what the trace took other arguments to be, by path; of an input, the number that
+    fills it, or what its largest element is {"below": n} or {"reaches": n}.
     """
 
     name: str = "forward"
@@ -285,7 +292,7 @@ def to_json(program: Program) -> str:
             "sizes": e.sizes,
             "literals": e.literals,
             "arguments": list(e.arguments),
-            "inputs": [[i.name, i.path, i.type, i.stage] for i in e.inputs],
+            "inputs": [[i.name, i.path, i.type, i.stage, i.kinds] for i in e.inputs],
             **_encode_body(e),
         }
         for e in program.entries

@@ -72,7 +72,7 @@ class Staged:
 
     def entry_for(self, inputs: Mapping[str, Any]) -> Entry:
         """The component's entry that takes inputs of these sizes."""
-        return self.component.executor.bind(self.name, inputs)[0]
+        return self.component.executor.bind(self.name, inputs, elements=False)[0]
 
     def weight_bytes(self) -> dict[str, int]:
         """Bytes of the weights that each stage reads, and `all` of them, as they are held."""

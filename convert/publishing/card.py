@@ -37,7 +37,7 @@ def make_card(facts: CardFacts) -> str:
     """The whole of README.md."""
     sections = [
         _title(facts), how_to_run(facts), _components(facts), _parity(facts), _precise(facts),
-        _licence(facts), _provenance(facts), MARK,
+        _unread(facts), _licence(facts), _provenance(facts), MARK,
     ]  # fmt: skip
     body = "\n\n".join(section for section in sections if section)
     text = f"---\n{metadata_yaml(facts)}---\n\n{body}\n"
@@ -225,6 +225,19 @@ def _precise(facts: CardFacts) -> str:
     if not lines:
         return ""
     return "\n\n".join(["## What stayed precise, and why", "\n".join(lines)])
+
+
+def _unread(facts: CardFacts) -> str:
+    lines = []
+    for name, part in facts.manifest["components"].items():
+        unread = part.get("unused") or []
+        kinds = dict.fromkeys(_code(re.sub(r"\d+", "*", tensor)) for tensor in unread)
+        if kinds:
+            more = f" and {len(kinds) - 4} more kinds" if len(kinds) > 4 else ""
+            lines.append(f"- {_code(name)}, {len(unread)}: {', '.join([*kinds][:4])}{more}.")
+    if not lines:
+        return ""
+    return "\n\n".join(["## Tensors of the source that nothing reads", "\n".join(lines)])
 
 
 def _precision(dtype: str) -> str:

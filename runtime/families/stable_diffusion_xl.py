@@ -34,7 +34,7 @@ def _inputs(parts: Parts, request: Request, prompt: Inputs) -> Inputs:
     own = {"original_size": (request.height, request.width), "crops_coords_top_left": (0, 0)}
     asked = {**own, "target_size": own["original_size"], **request.conditioning}
     sizes = [n for name in SIZES for n in asked[name]]
-    added = {"text_embeds": prompt["text_embeds"], "time_ids": mx.array([sizes])}
+    added = {"text_embeds": prompt["text_embeds"], "time_ids": mx.array([sizes], mx.float32)}
     hidden = {"encoder_hidden_states": prompt["encoder_hidden_states"]}
     return {**unet_inputs(parts, request, hidden), "added_cond_kwargs": added}
 

@@ -201,7 +201,9 @@ def make_example(
         elif item.stage == "schedule" and "." not in item.path:
             schedule[item.path] = maker.schedule(item)
         else:
-            flat[item.path] = maker.value(item)
+            full = entry.literals.get(item.path)
+            full = full.get("reaches") if isinstance(full, Mapping) else full
+            flat[item.path] = maker.value(item, full)
     moving = [i.path for i in entry.inputs if i.stage == "step" and i.path not in integers]
     return Example(entry, dims, _nested(flat), schedule, tuple(moving))
 
@@ -214,10 +216,12 @@ class _Maker:
     steps: int
     random: np.random.Generator
 
-    def value(self, item: Input) -> mx.array:
+    def value(self, item: Input, full: float | None = None) -> mx.array:
         """Noise; ones where it masks or scales; zeros and counts where it numbers."""
         shape = tuple(int(evaluate(size, self.dims)) for size in _shape(item))
         name, dtype = item.path.lower(), item.type.partition("[")[0]
+        if full is not None:
+            return self._array(np.full(shape, full, np.float32), dtype)
         if "mask" in name or "lens" in name:
             return self._array(np.ones(shape, np.float32), dtype)
         if "img_ids" in name and len(shape) > 1 and shape[-1] > 2:

@@ -192,6 +192,8 @@ def cli() -> None:
 @click.option("--low-disk", is_flag=True,
               help="Hold one weight file of a Hub SOURCE at a time.")  # fmt: skip
 @click.option("--weights-only", is_flag=True, help="Do not trace a program.")
+@click.option("--allow-unused", is_flag=True,
+              help="Convert even if the program does not read some tensors.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace an existing bundle.")
 @click.option("--dry-run", is_flag=True, help="Decide and report, write nothing.")
 @click.option("--trace", is_flag=True, help="Trace in a dry run too.")
@@ -576,24 +578,34 @@ def recipe() -> None:
               help="config.json to derive it at. [default: the constructor's]")  # fmt: skip
 @click.option("-o", "--out", type=click.Path(path_type=Path, dir_okay=False),
               help="Write it here. [default: print it]")  # fmt: skip
+@click.option("--derive", is_flag=True, help="Derive one even if mlxconv ships one.")
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 @_common
 def recipe_new(
-    class_name: str, config: Path | None, out: Path | None, force: bool, as_json: bool,
-    verbose: bool, debug: bool,
+    class_name: str, config: Path | None, out: Path | None, derive: bool, force: bool,
+    as_json: bool, verbose: bool, debug: bool,
 ) -> None:  # fmt: skip
-    """Derive a recipe for CLASS: a class of diffusers or transformers, or package.module:Class."""
+    """Print the recipe that mlxconv ships for CLASS, or derive one.
+
+    CLASS is a class of diffusers or transformers, or package.module:Class.
+    """
     _quiet()
+    from .convert.recipe import recipe_names
+
+    if not derive and class_name in recipe_names():
+        unused = "; --config has no effect without it" if config else ""
+        say(f"mlxconv ships this recipe, and `convert` uses it; --derive derives another{unused}")
     from .convert.derived import new_recipe
 
     if force and out is None:
         raise click.UsageError("--force replaces a file: give -o FILE too")
-    text = new_recipe(class_name, config)
+    text = new_recipe(class_name, config, derive=derive)
     if out is not None:
         if out.exists() and not force:
             raise MlxconvError(f"{out}: exists; --force replaces it")
         out.write_text(text, encoding="utf-8")
-        say(f"{out}: written; try it by mlxconv convert SOURCE -o OUT --recipe {out} --verify")
+        hint = shlex.join(["--recipe", str(out), "--verify"])
+        say(f"{out}: written; try it with: mlxconv convert SOURCE -o OUT {hint}")
     if as_json:
         show(json.dumps({"class": class_name, "recipe": text, "path": out and str(out)}))
     elif out is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from safetensors.torch import save_file
 from mlxconv.cli import cli
 from mlxconv.convert import jobs
 from mlxconv.convert.conversion import convert
-from mlxconv.convert.derived import derive_recipe
+from mlxconv.convert.derived import derive_recipe, new_recipe
 from mlxconv.convert.measure import tiny_checkpoint
 from mlxconv.convert.parity import verify
 from mlxconv.convert.recipe import load_recipe, load_recipe_file
@@ -149,6 +151,48 @@ def test_recipe_new_prints_and_writes(tmp_path: Path) -> None:
     assert load_recipe_file(file).class_name == "BriaTransformer2DModel"
     with pytest.raises(MlxconvError, match="exists; --force replaces it"):
         CliRunner().invoke(cli, arguments, catch_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def text_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(load_recipe("BertModel"), None, tmp_path_factory.mktemp("text_encoder"))
+
+
+def test_recipe_new_shows_the_shipped_recipe_first(text_encoder: Path) -> None:
+    arguments = ["recipe", "new", "BertModel", "--config", str(text_encoder)]
+    shown = CliRunner().invoke(cli, arguments)
+    shipped = files("mlxconv").joinpath("recipes", "BertModel.toml").read_text(encoding="utf-8")
+    assert shown.stdout == shipped
+    (option,) = re.findall(r"--derive\b", shown.stderr)
+    derived = CliRunner().invoke(cli, [*arguments, option])
+    assert derived.stdout.startswith("# Derived")
+
+
+def test_a_text_encoder_takes_ids_and_mask_and_its_blocks_are_quantized(
+    text_encoder: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text(new_recipe("BertModel", text_encoder, derive=True), encoding="utf-8")
+    inputs = load_recipe_file(own).programs["forward"].inputs
+    assert {name: spec.dtype for name, spec in inputs.items()} == {
+        "input_ids": "int64", "attention_mask": "int64"
+    }  # fmt: skip
+    assert inputs["input_ids"].integers == (0, 64)
+    report = convert(text_encoder, tmp_path / "out", "4bit", recipe=own)
+    (part,) = report.components.values()
+    assert part.linear_quantized is not None
+    assert part.linear_quantized > 0.9
+    assert "linear weights" not in report.as_text()
+    assert verify(tmp_path / "out", text_encoder).passed
+
+
+def test_hardly_quantized_is_said_in_red(text_encoder: Path, tmp_path: Path) -> None:
+    keep = ("encoder.layer.0.**", "encoder.layer.1.**")
+    report = convert(text_encoder, tmp_path / "out", "4bit", keep=keep, dry_run=True)
+    (part,) = report.as_json()["components"].values()
+    assert 0.2 < part["linear_quantized"] < 0.5
+    said = f"only {100 * part['linear_quantized']:.0f} % of the linear weights are quantized"
+    assert f"\x1b[31m{said}" in report.as_text()
 
 
 def test_what_cannot_be_derived_says_how_far_it_came() -> None:
