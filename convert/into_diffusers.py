@@ -86,29 +86,29 @@ def into_diffusers(
         check_same_model(module, StoredWeights(loaded, name), recipe)
         pairs.append((module, loaded, recipe, name))
     for module, loaded, recipe, name in pairs:
-        _replace(module, loaded, recipe, name, dtype, compile, local=opened.remote is None)
+        shell = _Shell(module, name, [other for other in wanted if other != name])
+        _replace(shell, loaded, recipe, dtype, compile, local=opened.remote is None)
     return pipe
 
 
 def _replace(
-    module: nn.Module,
+    shell: _Shell,
     loaded: LoadedComponent,
     recipe: Recipe,
-    name: str,
     dtype: str | None,
     compile: str,
     local: bool,
 ) -> None:
+    module = shell.module
     register_posteriors(module)
-    shell = _Shell(module, name)
     if getattr(getattr(module, "config", None), "force_upcast", False):
         dtype = dtype or "float32"  # the class overflows in half precision, says its configuration
     model = _Model(loaded.path, recipe, shell.dtype, dtype, compile, local)
     for method in dict.fromkeys(recipe.program(entry).method for entry in loaded.entries):
         bridge = _Bridge(shell, model, method, *_method_of(module, method))
         object.__setattr__(bridge.owner, bridge.name, bridge)
-    give_to_bundle(module, StoredWeights(loaded, name))
-    refuse_adapters(module, name)
+    give_to_bundle(module, StoredWeights(loaded, shell.name))
+    refuse_adapters(module, shell.name)
     shell.keep()
 
 
@@ -129,8 +129,12 @@ def _method_of(module: nn.Module, path: str) -> tuple[Any, str, Callable[..., An
 class _Shell:
     """A module without its weights, that can still say what its methods return."""
 
-    def __init__(self, module: nn.Module, name: str) -> None:
+    def __init__(self, module: nn.Module, name: str, others: Sequence[str]) -> None:
         self.module, self.name = module, name
+        self.instead = (
+            f"To run the {name} in PyTorch instead, load the pipeline again and call "
+            f"into_diffusers(pipe, bundle, components={list(others)})."
+        )
         self.kept: dict[str, type] = {}
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -327,7 +331,7 @@ class _Bridge:
                 return way.run(way.arguments({k: given[k] for k in given if k not in ignored}))
             except MlxconvError as error:
                 refused.append(error)
-        raise refused[0]
+        raise MlxconvError(f"{refused[0]} {self.shell.instead}") from refused[0]
 
     def _named(self, args: Any, kwargs: Any) -> dict[str, Any]:
         """The arguments that say something, by name."""

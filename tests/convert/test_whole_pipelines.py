@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +19,11 @@ from mlxconv.convert.conversion import convert
 from mlxconv.convert.into_diffusers import into_diffusers
 from mlxconv.convert.measure import tiny_checkpoint
 from mlxconv.convert.recipe import all_recipes, load_recipe
+from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program import PROGRAM_FILE
 
-from .whole_pipelines import FAMILIES, run, using
+from .tiny_pipelines import tiny
+from .whole_pipelines import FAMILIES, Use, picture, run, using
 
 Loaded = tuple[Path, Any, Any]
 
@@ -75,6 +78,25 @@ def test_a_whole_pipeline_gives_the_same_pictures(
     ]
     assert pictures[0].std() > 0.01
     assert np.abs(pictures[1] - pictures[0]).max() <= 1e-3
+
+
+@pytest.mark.slow
+def test_a_call_that_was_not_traced_is_refused_and_the_hint_runs_it(
+    loaded: Callable[[str], Loaded],
+) -> None:
+    folder, plain, replaced = loaded("qwen_image")
+    net = tiny("QwenImageControlNetModel", 7, num_layers=1, extra_condition_channels=0)
+    use = Use("QwenImageControlNetPipeline", parts=lambda folder: {"controlnet": net})
+    call = {"control_image": picture()}
+    wanted = run(using(plain, use, folder, {}), call)
+    with pytest.raises(MlxconvError, match=r"controlnet_block_samples; .* in PyTorch") as refused:
+        run(using(replaced, use, folder, {}), call)
+    hint = re.search(r"load the pipeline again and call (into_diffusers.*)\.", str(refused.value))
+    assert hint is not None
+    again = diffusers.DiffusionPipeline.from_pretrained(folder)
+    given = {"pipe": again, "bundle": folder.parent / "fp32", "into_diffusers": into_diffusers}
+    exec(hint[1], given)
+    assert np.abs(run(using(again, use, folder, {}), call) - wanted).max() <= 1e-3
 
 
 _ENCODERS = [

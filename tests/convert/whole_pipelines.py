@@ -53,12 +53,45 @@ def _inpaint(**more: Any) -> dict[str, Any]:
 _GUIDED = {"negative_prompt": "blurry", "true_cfg_scale": 3.0}
 
 
+class _Processor:
+    """What Qwen2VLProcessor does; that needs torchvision for its videos."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+            Qwen2VLImageProcessorPil,
+        )
+
+        self.tokenizer = tokenizer
+        self.images = Qwen2VLImageProcessorPil(
+            size={"shortest_edge": 56 * 56, "longest_edge": 84 * 84}
+        )
+
+    def __call__(self, text: list[str], images: Any, padding: bool, return_tensors: str) -> Any:
+        seen = self.images(images=images, return_tensors=return_tensors)
+        for grid in seen["image_grid_thw"]:
+            count = int(grid.prod()) // self.images.merge_size**2
+            text = [t.replace("<|image_pad|>", "<|image|>" * count, 1) for t in text]
+        text = [t.replace("<|image|>", "<|image_pad|>") for t in text]
+        found = self.tokenizer(text, padding=padding, return_tensors=return_tensors)
+        found.update(seen)
+        return found
+
+
+def _processor(folder: Path) -> dict[str, Any]:
+    from transformers import Qwen2Tokenizer
+
+    return {"processor": _Processor(Qwen2Tokenizer.from_pretrained(folder / "tokenizer"))}
+
+
 QWEN_IMAGE = Family(
     families.qwen_image_edit,
     {
         "text": Use("QwenImagePipeline", lambda: _GUIDED),
         "img2img": Use("QwenImageImg2ImgPipeline", lambda: {"image": picture(), "strength": 0.8}),
         "inpaint": Use("QwenImageInpaintPipeline", _inpaint),
+        "edit": Use("QwenImageEditPipeline", lambda: {"image": picture(), **_GUIDED}, _processor),
+        "edit_inpaint": Use("QwenImageEditInpaintPipeline", _inpaint, _processor),
+        "edit_plus": Use("QwenImageEditPlusPipeline", lambda: {"image": [picture()]}, _processor),
     },
 )
 

@@ -73,3 +73,12 @@ def test_kinds_are_cast_only_where_numbers_alone_count() -> None:
     assert bind(assuming(), "forward", mask, "float32")[1]["x"].tolist() == [1, 0]
     with pytest.raises(MlxconvError, match=r"x is float, and was traced as integer, .* as int32"):
         bind(assuming(), "forward", {"x": mx.array([1.0])}, "float32")
+
+
+def test_a_list_has_as_many_items_as_were_traced() -> None:
+    inputs = tuple(Input(f"n{i}", f"shapes.0.0.{i}", "int") for i in range(3))
+    program = Program("Model", [Entry([], (), inputs=inputs)])
+    assert bind(program, "forward", {"shapes": [[(1, 2, 3)]] * 2}, "float32")[1]["n1"] == 2
+    for given in ([[(1, 2, 3), (1, 2, 3)]], [[(1, 2, 3)], [(1, 4, 3)]], [[(1, 2, 3, 4)]]):
+        with pytest.raises(MlxconvError, match=r"traced without shapes\.[01]"):
+            bind(program, "forward", {"shapes": given}, "float32")
