@@ -203,7 +203,9 @@ def _unipc() -> Iterator[Case]:
     for order in (1, 2, 3):
         yield Case(name, _sd(solver_order=order))
         yield Case(name, _sd(solver_order=order, solver_type="bh1", final_sigmas_type="sigma_min"))
-    yield Case(name, _sd(predict_x0=False, solver_order=3, final_sigmas_type="sigma_min"))
+    # In float32 diffusers itself is 1.4e-5 off on an AMD EPYC, 8e-6 on an Intel Xeon.
+    third = _sd(predict_x0=False, solver_order=3, final_sigmas_type="sigma_min")
+    yield Case(name, third, exact=True)
     for kind in ("v_prediction", "sample"):
         yield Case(name, _sd(prediction_type=kind))
         noise = {"predict_x0": False, "final_sigmas_type": "sigma_min"}
