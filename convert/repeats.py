@@ -27,6 +27,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import _side_effectful_functions
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 _LIBRARY = torch.library.Library("mlxconv", "FRAGMENT")  # type: ignore[no-untyped-call]
 for _schema in (
@@ -163,8 +164,10 @@ def _description(value: Any, seen: dict[int, int], settings: list[_Setting] | No
 
 
 def _content(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
+    """A digest of its values, also while a trace would make fake tensors of them."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 # --- while tracing ----------------------------------------------------------------------------
