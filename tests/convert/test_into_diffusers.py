@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import mlxconv
 from mlxconv.convert.bundle_parameters import BundleParameter
 from mlxconv.convert.conversion import convert
 from mlxconv.convert.into_diffusers import into_diffusers
@@ -18,6 +21,7 @@ from ..conftest import Bundles
 from .tiny_pipelines import PIPELINES, flux
 
 SLOW = ("wan", "ltx")
+HALF = (torch.float32, torch.bfloat16)
 
 
 def pictures(pipe: Any, call: dict[str, Any]) -> np.ndarray[Any, Any]:
@@ -129,3 +133,56 @@ def test_what_was_not_traced_is_refused(replaced: tuple[Any, dict[str, Any]]) ->
             img_ids=torch.zeros(4, 3), txt_ids=torch.zeros(6, 3), guidance=torch.tensor([4.0]),
             controlnet_block_samples=[torch.zeros(1, 4, 64)],
         )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", HALF)
+def test_the_snippet_of_the_readme_runs_on_a_bf16_bundle(
+    pipeline_checkpoint: Path, pipeline_bundle: Bundles, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Its pictures are no further from float32 than those of diffusers in bf16."""
+    import diffusers
+    from PIL import Image
+
+    (tmp_path / "FLUX.1-schnell").symlink_to(pipeline_checkpoint)
+    (tmp_path / "flux-4bit").symlink_to(pipeline_bundle("bf16"))
+    monkeypatch.chdir(tmp_path)
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"## Inside diffusers\n\n```python\n(.*?)```", readme, re.DOTALL)
+    cls = diffusers.FluxImg2ImgPipeline
+    load = cls.from_pretrained
+
+    def small(path: str) -> Any:
+        pipe = load(path, torch_dtype=dtype)
+        pipe.default_sample_size = 16
+        return pipe
+
+    monkeypatch.setattr(cls, "from_pretrained", small)
+    picture = Image.effect_noise((32, 32), 60).convert("RGB")
+    names: dict[str, Any] = {"picture": picture, "diffusers": diffusers, "mlxconv": mlxconv}
+    exec(snippet, names)
+    call = {"prompt": "a cat", "image": picture, "height": 32, "width": 32}
+    exact, half, found = (
+        pictures(pipe, call)
+        for pipe in (*(load("FLUX.1-schnell", torch_dtype=d) for d in HALF), names["pipe"])
+    )
+    assert np.abs(found - exact).mean() <= 1.5 * np.abs(half - exact).mean()
+
+
+def test_a_module_cast_later_runs_in_that_precision(
+    pipeline_checkpoint: Path, pipeline_bundle: Bundles
+) -> None:
+    """SDXL's pipelines decode in float32 where half precision overflows."""
+    from diffusers import AutoencoderKL
+
+    wanted = AutoencoderKL.from_pretrained(pipeline_checkpoint / "vae")
+    vae = AutoencoderKL.from_pretrained(pipeline_checkpoint / "vae", torch_dtype=torch.bfloat16)
+    into_diffusers(SimpleNamespace(vae=vae), pipeline_bundle("fp32"), components=["vae"],
+                   dtype="bfloat16")  # fmt: skip
+    z = torch.randn(1, wanted.config.latent_channels, 4, 4)
+    with torch.no_grad():
+        want = wanted.decode(z).sample
+        assert vae.decode(z.bfloat16()).sample.dtype == torch.bfloat16
+        found = vae.to(torch.float32).decode(z).sample
+    assert (found - want).norm() <= 1e-5 * want.norm()
