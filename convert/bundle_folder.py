@@ -75,13 +75,14 @@ def check_target(out: Path, force: bool, source: Path | None = None) -> None:
         return
     if not out.is_dir():
         raise MlxconvError(f"{out}: is a file: choose another folder")
-    if not force:
-        raise MlxconvError(f"{out}: exists: choose another folder, or replace it with --force")
     if any(out.iterdir()) and not (out / MANIFEST).is_file():
         raise MlxconvError(
-            f"{out}: is not a bundle (no {MANIFEST} in it): remove it yourself, "
-            "--force only replaces bundles"
+            f"{out}: exists and is not a bundle (no {MANIFEST} in it), so it is never replaced: "
+            "choose another folder"
         )
+    if not force:
+        raise MlxconvError(f"{out}: exists: choose another folder, or replace it with --force "
+                           "(force=True)")  # fmt: skip
 
 
 def check_space(out: Path, needed: int) -> None:

@@ -117,7 +117,14 @@ def open_checkpoint(
             )
         return _open_pipeline(path, index_file, variant)
     if not (path / "config.json").is_file():
-        names = ", ".join(sorted(p.name for p in path.iterdir())[:8])
+        found = sorted(p.name for p in path.iterdir())
+        lora = [n for n in found if n == "adapter_config.json" or "lora" in n.lower()]
+        if lora:
+            raise MlxconvError(
+                f"{path}: holds a LoRA ({lora[0]}), not a model; load it into its pipeline in "
+                "diffusers, call fuse_lora() and save_pretrained(FOLDER), and convert that folder"
+            )
+        names = ", ".join(found[:8])
         raise MlxconvError(
             f"{path}: {'holds ' + names if names else 'is empty'}; expected model_index.json (a "
             "pipeline) or config.json with weights (one component)"
@@ -190,9 +197,11 @@ def _folder(source: str | Path) -> Path:
     if path.is_dir():
         return path
     if path.is_file():
+        weights = path.suffix in (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
+        what = "load it with diffusers' from_single_file and save_pretrained it first" if (
+            weights) else f"give its folder, {path.absolute().parent}, if that is one"  # fmt: skip
         raise MlxconvError(
-            f"{path}: is a file, expected a folder as save_pretrained writes it; load it with "
-            "diffusers' from_single_file and save_pretrained it first"
+            f"{path}: is a file, expected a folder as save_pretrained writes it; {what}"
         )
     raise MlxconvError(
         f"{path}: no such folder; check the path, or give a repository of the Hub as ORG/NAME"
@@ -310,7 +319,7 @@ def _class_name(config: dict[str, Any], config_file: Path, listed: str | None) -
     if name is None:
         raise MlxconvError(
             f"{config_file}: has neither _class_name (diffusers) nor architectures "
-            "(transformers); add the model's class name"
+            "(transformers); name the model's class by --class MODULE:CLASS"
         )
     return name
 

@@ -196,7 +196,8 @@ def make_row(
     if passed is None:
         passed = sums.rel_l2 <= (threshold or 0.0)
     if not sums.finite:
-        note = ", ".join(filter(None, (note, f"NaN or infinity {sums.not_finite}")))
+        where = f"NaN or infinity {sums.not_finite}"
+        note = note if where in note else ", ".join(filter(None, (note, where)))
     return Row(
         tier,
         component,

@@ -42,11 +42,20 @@ def sizes_of(case: Case, recipe: Recipe, program: Program) -> dict[str, dict[str
 
 def not_covered(case: Case, recipe: Recipe, sizes: Mapping[str, Mapping[str, int]]) -> str:
     """One sentence if an entry ran on fewer pixels than people work with, else nothing."""
-    wanted = pixel_dims(recipe, merged_config(case.component), WORKING_SIZE)
+    config = merged_config(case.component)
+    size = _working_size(recipe, config)
+    wanted = pixel_dims(recipe, config, size)
     wanted.pop("batch", None)
     ran = next((s for s in sizes.values() if any(s[n] < wanted[n] for n in wanted)), None)
     if ran is None:
         return ""
     shown = ", ".join(f"{name} {ran[name]}" for name in wanted)
-    pixels = "x".join(map(str, WORKING_SIZE))
+    pixels = "x".join(map(str, size))
     return f"{case.name}: compared at {shown}; not at {pixels} pixels, as --size {pixels} would"
+
+
+def _working_size(recipe: Recipe, config: Mapping[str, Any]) -> tuple[int, int]:
+    """An autoencoder's `sample_size` is in pixels; diffusers' default of 32 says nothing."""
+    side = config.get("sample_size")
+    coder = recipe.class_name.startswith("Autoencoder")
+    return (side, side) if coder and isinstance(side, int) and side > 32 else WORKING_SIZE

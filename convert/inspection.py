@@ -99,7 +99,10 @@ class Inspection:
             if held.quantized:
                 lines.append(f"{'':<18}{held.quantized} matrices quantized, {len(held.kept)} kept")
             if held.program:
-                lines.append(f"{'':<18}program: {held.program}")
+                made = {**held.program, "entries": ", ".join(held.program["entries"])}
+                sizes = f", {len(made['sizes'])} sizes" if made["sizes"] else ""
+                lines.append(f"{'':<18}program of {made['nodes']} nodes and {made['blocks']} "
+                             f"repeated blocks: {made['entries']}{sizes}")  # fmt: skip
             if held.unused:
                 lines.append(f"{'':<18}{describe_unread(held.unused)}")
             for t in held.tensors:

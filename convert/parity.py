@@ -91,7 +91,7 @@ class ParityReport:
         for row in self.tiers:
             limit = "" if row.threshold is None else f"{row.threshold:.1e}"
             psnr = "" if row.psnr_db is None else f"PSNR {decibels(row.psnr_db, ' dB')}"
-            verdict = "FAILED" if not row.passed else "ok" if row.judged else ""
+            verdict = "FAILED" if not row.passed else "ok" if row.judged and self.judged else ""
             result = "  ".join(filter(None, (verdict, psnr, row.note)))
             lines.append(
                 f"{row.component:<16}{row.tier:<11}{row.name:<34}{row.rel_l2:>10.2e}"

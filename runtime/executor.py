@@ -183,7 +183,7 @@ class Executor:
         if missing:
             raise MlxconvError(
                 f"{self.program.class_name}: no value is known at {', '.join(missing[:5])}; "
-                f"known module paths are listed by `inspect --program`"
+                "`mlxconv inspect BUNDLE --program COMPONENT` shows the modules of each block"
             )
         return outputs, found
 

@@ -251,7 +251,7 @@ class Pipeline:
              options.tokens is not None and options.embeddings is not None),
             (f"tokens {options.tokens} has no effect: the text encoders of this pipeline read a "
              "fixed number", options.tokens is not None and not family.takes_tokens),
-            (f"batch {options.batch} has no effect: a prompt has fewer pictures (--count)",
+            (f"batch {options.batch}: a prompt has fewer pictures (--count), made in one batch",
              options.batch > max(map(len, options.seeds()))),
             (f"evaluate_every {loop.evaluate_every} of {steps} steps: evaluated at the end",
              loop.evaluate_every > steps),
@@ -278,8 +278,10 @@ class Pipeline:
         if waits:
             scale = (_CFG if against else 1.0) if cfg is None else cfg
         elif cfg is not None:
-            raise MlxconvError(f"cfg={cfg:g}: this pipeline takes classifier-free guidance's scale "
-                               "as guidance; pass that")  # fmt: skip
+            raise MlxconvError(
+                f"cfg={cfg:g}: the scale of this pipeline's classifier-free guidance is called "
+                f"guidance: pass --guidance {cfg:g} (guidance={cfg:g} in Python)"
+            )
         else:
             scale = guidance
         return scale, scale > self.family.guidance.off and (against or not waits)

@@ -303,7 +303,7 @@ def verify(
     _quiet(exact=True)
     from .convert.parity import verify as run
 
-    told = say if verbose else lambda text: None
+    told = (lambda text: None) if as_json and not verbose else say
     report = run(bundle, against, dims=dict(dims), command=_command_line(), say=told, **options)
     _emit(as_json, report.as_json(), report.as_text())
     if not report.passed:

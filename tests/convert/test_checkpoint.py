@@ -522,6 +522,13 @@ def test_no_such_folder(tmp_path: Path) -> None:
 
 def test_a_file_is_no_folder(single: Path) -> None:
     fails(single / f"{STEM}.safetensors", "is a file, expected a folder.* from_single_file")
+    fails(single / "config.json", f"is a file, expected a folder.*give its folder, {single},")
+
+
+@pytest.mark.parametrize("name", ["pytorch_lora_weights.safetensors", "adapter_config.json"])
+def test_a_lora_is_no_model(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"{}")
+    fails(tmp_path, f"holds a LoRA .{name}., not a model; .* call fuse_lora")
 
 
 def test_an_empty_folder(tmp_path: Path) -> None:

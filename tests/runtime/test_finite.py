@@ -217,7 +217,7 @@ def test_pictures_of_one_batch_are_those_made_alone(
 def test_a_batch_needs_pictures_to_fill_it(pipeline_bundle: Bundles) -> None:
     pipe = load(pipeline_bundle("fp32"))
     (note,) = pipe.plan(Options("a cat", width=48, height=32, batch=2)).notes
-    assert note.startswith("batch 2 has no effect: a prompt has fewer pictures")
+    assert note.startswith("batch 2: a prompt has fewer pictures")
     with pytest.raises(MlxconvError, match="batch is 0: at least 1"):
         pipe.plan(Options("a cat", batch=0))
 
