@@ -19,6 +19,8 @@ Path = tuple[str | int, ...]
 
 _GIVEN = "_mlxconv_given"  # attribute: paths of the inputs whose elements a tensor holds
 
+_ONES = "_mlxconv_ones"  # attribute: paths of the inputs whose dtype these ones have
+
 _JOINS = frozenset({"cat", "concat", "concatenate", "stack"})
 _MOVES = _JOINS | frozenset(
     """__getitem__ broadcast_to chunk clone contiguous cpu detach enter expand flatten flip movedim
@@ -42,10 +44,13 @@ class KindsRead(TorchFunctionMode):
         super().__init__()
         self.asked: frozenset[Path] = frozenset()
         self.counted: frozenset[Path] = frozenset()
+        self._dtype_read: frozenset[Path] = frozenset()  # of inputs, just before
 
     def kinds_of(self, path: Path) -> str:
         """What `runtime/program.py` calls the kinds of an input."""
-        return "own" if path in self.asked else "count" if path in self.counted else "any"
+        if path in self.asked | self._dtype_read:
+            return "own"
+        return "count" if path in self.counted else "any"
 
     def given(self, kwargs: Mapping[str, Any]) -> None:
         """Watch the tensors among these arguments."""
@@ -60,9 +65,17 @@ class KindsRead(TorchFunctionMode):
         found = func(*args, **(kwargs or {}))
         given = [x for x in _tensors((args, kwargs)) if hasattr(x, _GIVEN)]
         name = _name(func)
+        if name != "__get__":
+            self._after_dtype(name, kwargs or {}, found)
         if not given or name in _MEASURES or _is_shape(func, found):
             return found
         paths = frozenset[Path]().union(*(getattr(x, _GIVEN) for x in given))
+        if _reads(func, "dtype") and not self._dtype_read:
+            self._dtype_read = paths
+            return found
+        if name in ("mul", "__mul__") and any(getattr(x, _ONES, None) == paths for x in args):
+            setattr(found, _GIVEN, paths)
+            return found
         first = _tensors(args[:1]) if name in _JOINS else args[:1]
         alone = [*map(id, first)] == [*map(id, given)]
         rest = pytree.tree_leaves((args[1:], kwargs))
@@ -82,12 +95,26 @@ class KindsRead(TorchFunctionMode):
         return found
 
 
+    def _after_dtype(self, name: str, kwargs: Mapping[str, Any], found: Any) -> None:
+        """An input's dtype says nothing where it is only that of ones to multiply the input by:
+        `timestep * torch.ones(batch, dtype=timestep.dtype)`."""
+        read, self._dtype_read = self._dtype_read, frozenset()
+        if read and name in ("ones", "ones_like") and "dtype" in kwargs:
+            setattr(found, _ONES, read)
+        else:
+            self.asked |= read
+
+
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _name(func: Any) -> str:
     return str(getattr(func, "__name__", func)).rpartition("::")[2].partition(".")[0]
+
+
+def _reads(func: Any, attribute: str) -> bool:
+    return getattr(func, "__name__", "") == "__get__" and func.__self__.__name__ == attribute
 
 
 def _is_shape(func: Any, found: Any) -> bool:

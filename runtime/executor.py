@@ -407,23 +407,20 @@ class Executor:
         names = list(arrays)
         key = (id(entry), tuple(names), tuple(sizes.items()))
         if key not in self._compiled:
-            self._check_depth(entry)
 
             def whole(*flat: mx.array) -> tuple[Any, ...]:
                 self.traces += 1
                 bound = {**dict(zip(names, flat, strict=True)), **sizes}
                 return self._run(entry, bound, self._weight, "")
 
-            self._compiled[key] = mx.compile(whole)
+            self._compiled[key] = self._compile(entry, whole)
         return tuple(self._compiled[key](*arrays.values()))
 
-    def _check_depth(self, body: Body) -> None:
-        depth = _depth(self.program, body, {})
-        if depth > _DEEPEST:
-            raise MlxconvError(
-                f"{self.program.class_name}: {depth} operations follow each other, MLX compiles at "
-                f"most {_DEEPEST}; use compile='off'"
-            )
+    def _compile(self, body: Body, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` compiled; as it is where more operations follow each other, in a video decoder
+        of many frames, than MLX's compiler has stack for."""
+        deep = _depth(self.program, body, {}) > _DEEPEST
+        return function if deep else mx.compile(function)
 
     def _call_compiled(
         self, name: str, block: Block, inputs: list[Any], path: str, weight: Lookup
@@ -437,10 +434,9 @@ class Executor:
         ]
         key = (name, tuple(_make(h) for h in (*dynamic, *held)), repr(statics))
         if key not in self._compiled:
-            self._check_depth(block)
             shells = [_shell(h) for h in (*dynamic, *held)]
             function = self._block_function(block, keys, shells, dict(statics), path)
-            self._compiled[key] = mx.compile(function)
+            self._compiled[key] = self._compile(block, function)
         return tuple(self._compiled[key](*(a for h in (*dynamic, *held) for a in arrays_of(h))))
 
     def _block_function(

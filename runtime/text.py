@@ -97,12 +97,17 @@ class TextTokenizer:
         options = folder / "tokenizer_config.json"
         self._options: dict[str, Any] = read_json(options) if options.is_file() else {}
 
-    def padded(self, text: str, length: int | None = None) -> Tokens:
-        """Exactly `length` tokens (by default the tokenizer's own maximum), special ones too."""
+    def padded(
+        self, text: str, length: int | None = None, side: str | None = None
+    ) -> Tokens:
+        """Exactly `length` tokens (by default the tokenizer's own maximum), special ones too.
+
+        side: `left` or `right`, to pad on; by default the tokenizer's own.
+        """
         length = self._checked(length or self._options.get("model_max_length", 77))
         whole = self._count(text)
         pad, token = self._pad
-        side = self._options.get("padding_side") or "right"
+        side = side or self._options.get("padding_side") or "right"
         with self._guarded():
             self._truncate(length)
             self._tokenizer.enable_padding(

@@ -54,6 +54,18 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """A command sets variables of its process; the next test begins without them."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    for name, value in before.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """No test reads or fills the user's cache of programs; MLX's kernels are kept, as they take a

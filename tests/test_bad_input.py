@@ -362,7 +362,7 @@ def leads_out(bundle: Path) -> None:
 
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "a newer format": (newer_manifest, "bundle format 99, this mlxconv reads 1; upgrade"),
-    "a newer program": (newer_program, "program format 99, this mlxconv reads 1; upgrade"),
+    "a newer program": (newer_program, "program format 99, this mlxconv reads 2; upgrade"),
     "an unknown op": (unknown_op, "unknown op 'teleport'"),
     "no program": (absent(PROGRAM), "has no program.json"),
     "no index": (absent(INDEX), "model.safetensors.index.json: cannot be read"),

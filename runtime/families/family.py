@@ -115,11 +115,14 @@ class Parts:
 
     def tokens(
         self, name: str, text: str, length: int | None = None, *,
-        pad: bool = True, special: bool = True,
+        pad: bool = True, special: bool = True, side: str | None = None,
     ) -> Tokens:  # fmt: skip
-        """A prompt by a tokenizer, at most or padded to `length`; what did not fit is noted."""
+        """A prompt by a tokenizer, at most or padded to `length`; what did not fit is noted.
+
+        side: to pad on, by default the tokenizer's own.
+        """
         tokenizer = TextTokenizer(self.bundle.path / name, special=special)
-        found = tokenizer.padded(text, length) if pad else tokenizer.unpadded(text, length)
+        found = tokenizer.padded(text, length, side) if pad else tokenizer.unpadded(text, length)
         if found.cut:
             self.notes.append(
                 f"{name}: the prompt has {found.cut} tokens more than the {found.ids.shape[1]} "

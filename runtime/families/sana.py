@@ -40,7 +40,7 @@ def _defaults(parts: Parts) -> Defaults:
 
 def _gemma(parts: Parts, text: str, length: int) -> tuple[mx.array, mx.array]:
     """Hidden states (1, length, width) and the tokens' mask (1, length)."""
-    tokens = parts.tokens("tokenizer", text, length)
+    tokens = parts.tokens("tokenizer", text, length, side="right")  # whatever its own is
     encoder = parts.component("text_encoder")
     return encoder(input_ids=tokens.ids, attention_mask=tokens.mask)[0], tokens.mask
 

@@ -566,7 +566,7 @@ def test_a_component_name_is_a_folder_name(pipeline: Path, name: str) -> None:
     ("text", "message"),
     [
         ("{", "config.json: is not JSON"),
-        ("\xff", "config.json: is not JSON"),
+        ("\xff", "config.json: not UTF-8 text"),
         ("[1]", "holds a JSON list, expected an object"),
         ('{"a": 1}', "has neither _class_name .* nor architectures"),
         ('{"_class_name": 3}', "has neither _class_name"),

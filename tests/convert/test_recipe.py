@@ -231,8 +231,11 @@ def test_convert_takes_from_pixels_only_what_is_built_in() -> None:
 def test_a_bundle_keeps_what_decides_its_sizes() -> None:
     recipe = load_recipe("QwenImageTransformer2DModel")
     table = recipe.sizes_table(recipe.tiny_config())
-    assert table["dims"] == {"batch": 2, "height": 6, "width": 4, "text_tokens": 11}
+    assert table["dims"] == {
+        "batch": 2, "height": 6, "width": 4, "text_tokens": 11, "edited_height": 5,
+        "edited_width": 3,
+    }  # fmt: skip
     assert table["pixels"]["height"] == "H // 16"
-    assert table["arguments"] == {
-        "forward": {"img_shapes.0.0.1": "height", "img_shapes.0.0.2": "width"}
-    }
+    assert table["arguments"]["forward"] == {
+        "img_shapes.0.0.1": "height", "img_shapes.0.0.2": "width",
+    }  # fmt: skip

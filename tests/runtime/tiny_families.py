@@ -400,4 +400,6 @@ CALLED_WITH: dict[str, dict[str, Any]] = {
     "pixart_sigma": {"clean_caption": False, "use_resolution_binning": False},
 }
 SIZES = {"dit": (16, 16), "flux": (64, 32), "sana": (64, 32)}  # pixels; others 32 x 16
-TOKENS = {"flux2": 64, "flux2_klein": 48}  # with their templates; others 16
+# With their templates; None where the encoders read a fixed number; others 16.
+TOKENS: dict[str, int | None] = {"flux2": 64, "flux2_klein": 48, "dit": None, "stable_diffusion": None,
+          "stable_diffusion_xl": None}  # fmt: skip
