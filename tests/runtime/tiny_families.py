@@ -401,5 +401,7 @@ CALLED_WITH: dict[str, dict[str, Any]] = {
 }
 SIZES = {"dit": (16, 16), "flux": (64, 32), "sana": (64, 32)}  # pixels; others 32 x 16
 # With their templates; None where the encoders read a fixed number; others 16.
-TOKENS: dict[str, int | None] = {"flux2": 64, "flux2_klein": 48, "dit": None, "stable_diffusion": None,
-          "stable_diffusion_xl": None}  # fmt: skip
+TOKENS: dict[str, int | None] = {
+    "flux2": 64, "flux2_klein": 48, "dit": None, "stable_diffusion": None,
+    "stable_diffusion_xl": None,
+}  # fmt: skip
