@@ -84,8 +84,8 @@ class KindsRead(TorchFunctionMode):
             # A cast to the dtype it has already gives the tensor itself.
             return torch.Tensor.detach(found) if found is args[0] else found
         moved = _tensors(found)
-        if alone and name == "sum" and not cast:
-            self.counted |= paths
+        if alone and name == "sum":  # given a dtype, it casts before it adds
+            self.counted |= frozenset() if cast else paths
             return found
         if not (alone and name in _MOVES and moved and not cast):
             self.asked |= paths

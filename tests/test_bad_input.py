@@ -265,9 +265,9 @@ def test_a_size_and_a_precision_cannot_both_be_asked_for(
 def test_an_existing_target_needs_force(flux_checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
-    assert "--force" in failure("convert", flux_checkpoint, "-o", tmp_path / "out")
-    message = failure("convert", flux_checkpoint, "-o", tmp_path / "out", "--force")
-    assert "is not a bundle" in message
+    for more in ((), ("--force",)):  # which would not help, so that it is not named either
+        message = failure("convert", flux_checkpoint, "-o", tmp_path / "out", *more)
+        assert "is not a bundle" in message and "--force" not in message
     assert (tmp_path / "out" / "thesis.txt").read_text() == "years of work"
 
 
