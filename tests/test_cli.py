@@ -324,12 +324,14 @@ def test_ctrl_c_while_writing_exits_130_and_leaves_nothing(
 
 @pytest.mark.slow
 def test_an_interrupt_signal_ends_a_conversion_with_130(
-    flux_checkpoint: Path, tmp_path: Path
+    flux_checkpoint: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """SIGINT once the process says that it is tracing."""
+    cache = tmp_path_factory.mktemp("cache")
     process = subprocess.Popen(
         [sys.executable, "-c", MAIN, "convert", str(flux_checkpoint), "-o", str(tmp_path / "out")],
         stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "MLXCONV_CACHE": str(cache)},  # where no program is yet
     )  # fmt: skip
     assert process.stderr is not None
     assert any("tracing" in line for line in process.stderr)

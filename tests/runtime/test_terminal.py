@@ -30,7 +30,8 @@ def in_terminal(command: list[str], interrupt_at: str | None = None) -> tuple[in
 
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execv(command[0], command)
+        # Commands run inside tests turn bars off for their process, which is ours.
+        os.execve(command[0], command, {k: v for k, v in os.environ.items() if k != "TQDM_DISABLE"})
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     seen = ""
     while True:
