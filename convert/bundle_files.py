@@ -78,7 +78,7 @@ def component_config(
 
 def copy_rest(checkpoint: Checkpoint, out: Path, warn: list[str]) -> None:
     """Everything that is not a component: scheduler, tokenizers (as tokenizer.json), licences."""
-    from .tokenizer_files import write_tokenizer
+    from .tokenizer_files import listed_class, write_tokenizer
 
     for file in (*checkpoint.loose_files, *published_root(checkpoint.path).iterdir()):
         if LICENCE_FILE.fullmatch(file.name) and file.is_file():
@@ -86,10 +86,8 @@ def copy_rest(checkpoint: Checkpoint, out: Path, warn: list[str]) -> None:
     for name, folder in checkpoint.others.items():
         shutil.copytree(folder, out / name, ignore=shutil.ignore_patterns(".*", "__pycache__"))
         if "tokenizer" in name:
-            listed = checkpoint.index.get(name)
-            class_name = listed[1] if isinstance(listed, list) and len(listed) > 1 else ""
             try:
-                write_tokenizer(folder, str(class_name), out / name)
+                write_tokenizer(folder, listed_class(checkpoint, name), out / name)
             except MlxconvError as error:
                 warn.append(f"{name}: `generate` cannot tokenize prompts with it: {error}")
     index = next(

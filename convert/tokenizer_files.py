@@ -43,6 +43,12 @@ PROMPTS = (
 )  # fmt: skip
 
 
+def listed_class(checkpoint: Checkpoint, name: str) -> str:
+    """The tokenizer's class in the pipeline's index; what its folder says where there is none."""
+    listed = checkpoint.index.get(name)
+    return str(listed[1]) if isinstance(listed, list) and len(listed) > 1 else "AutoTokenizer"
+
+
 def load_tokenizer(folder: Path, class_name: str = "AutoTokenizer") -> Any:
     """transformers' tokenizer of a folder, in any layout that it reads; runs no code of the folder.
 
@@ -66,8 +72,8 @@ def write_tokenizer(folder: Path, class_name: str, out: Path) -> None:
     """Write tokenizer.json, and in tokenizer_config.json what the runtime reads, to `out`.
 
     Both say what transformers resolves from all files of `folder`: vocabularies, sentencepiece
-    models, special and added tokens. MlxconvError when transformers cannot read the folder, or the
-    runtime's ids would differ; then `out` has no tokenizer.json.
+    models, special and added tokens. MlxconvError when transformers cannot read the folder, which
+    leaves `out` as it is, or when the runtime's ids would differ: then it has no tokenizer.json.
     """
     tokenizer = load_tokenizer(folder, class_name)
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -115,10 +121,9 @@ def tokenizer_rows(bundle: Bundle, checkpoint: Checkpoint) -> list[Row]:
     for name, folder in checkpoint.others.items():
         if not (bundle.path / name / _FILE).is_file():
             continue
-        listed = checkpoint.index.get(name)
-        named = listed[1] if isinstance(listed, list) and len(listed) > 1 else "AutoTokenizer"
         try:
-            note = difference(TextTokenizer(bundle.path / name), load_tokenizer(folder, str(named)))
+            theirs = load_tokenizer(folder, listed_class(checkpoint, name))
+            note = difference(TextTokenizer(bundle.path / name), theirs)
         except MlxconvError as error:
             note = str(error)
         what = f"{len(PROMPTS)} prompts"
