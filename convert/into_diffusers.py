@@ -35,10 +35,10 @@ from mlxconv.runtime.options import several
 from mlxconv.runtime.program import PROGRAM_FILE, Entry
 from mlxconv.runtime.staging import Begun, Staged
 
-from .bundle_parameters import CHANGE_FIRST, StoredWeights, give_to_bundle
+from .bundle_parameters import CHANGE_FIRST, StoredWeights, give_to_bundle, named_tensors
 from .forwards import mlx_inputs
 from .on_demand import trace_when_called
-from .pipeline_match import check_same_model, named_tensors, refuse_adapters
+from .pipeline_match import check_same_model, refuse_adapters
 from .posteriors import register_posteriors
 from .recipe import ProgramRecipe, Recipe, bundle_recipe, evaluate, place
 from .reference import mlx_to_torch
@@ -274,6 +274,7 @@ class _Model:
     dtype: str | None
     compile: str
     local: bool  # not in the Hub's cache: sizes traced on demand are added to the bundle
+    _loaded: dict[str | None, LoadedComponent] = field(default_factory=dict)  # by precision
     _ways: dict[tuple[str, str | None], list[_Way]] = field(default_factory=dict)
 
     def ways(self, method: str, now: torch.dtype) -> list[_Way]:
@@ -281,14 +282,20 @@ class _Model:
         pipelines decode in float32 where a VAE overflows."""
         dtype = self.dtype if now == self.first else str(now).removeprefix("torch.")
         if (method, dtype) not in self._ways:
-            loaded = load_component(self.path, dtype=dtype)
-            trace_when_called(loaded, keep=self.local)
+            loaded = self.loaded(dtype)
             self._ways[method, dtype] = [
                 _Way(Staged(loaded, entry, compile=self.compile, keep=True), program)
                 for entry in loaded.entries
                 if (program := self.recipe.program(entry)).method == method
             ]
         return self._ways[method, dtype]
+
+    def loaded(self, dtype: str | None) -> LoadedComponent:
+        """The component in one precision; all methods read the same weights."""
+        if dtype not in self._loaded:
+            self._loaded[dtype] = load_component(self.path, dtype=dtype)
+            trace_when_called(self._loaded[dtype], keep=self.local)
+        return self._loaded[dtype]
 
 
 @dataclass

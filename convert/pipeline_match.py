@@ -9,14 +9,13 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import mlx.core as mx
-import torch
 from torch import nn
 
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.weights import Quantization, Specs
 
 from .audit import bundle_tensors, dequantize, group_error, group_limit
-from .bundle_parameters import CHANGE_FIRST, BundleParameter, StoredWeights
+from .bundle_parameters import CHANGE_FIRST, BundleParameter, StoredWeights, named_tensors
 from .recipe import Recipe
 
 _FUSE = (
@@ -101,14 +100,6 @@ def _check_parameters(module: nn.Module, stored: StoredWeights, recipe: Recipe) 
                 f"{stored.label}: the pipeline has the weight {name}, the bundle has not; if it "
                 f"was changed after loading, {CHANGE_FIRST}"
             )
-
-
-def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers under all of their names: a tied weight has several."""
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
 
 
 def refuse_adapters(module: nn.Module, label: str) -> None:

@@ -25,7 +25,8 @@ class Staged:
 
     `compile` is that of the loop (see `Executor`). `batched` computes the schedule's part for all
     steps in one operation a node, instead of step by step: equal up to the order of summation.
-    `keep` holds the weights of the early parts too, for a caller who comes back at each step.
+    `keep` holds the weights of the early parts too, for a caller who comes back at each step; all
+    entries of the component then share one copy of what they read.
     """
 
     def __init__(
@@ -96,9 +97,9 @@ class _Parts:
         weights = staged.component.executor.weights
         self.entry, self.batched, keep = entry, staged.batched, staged.keep
         self.program = split(staged.component.program, entry)
-        early = weights.again(resident=keep)
+        early, loop = (weights if keep else weights.again(resident=kept) for kept in (False, True))
         self.early = Executor(self.program, early, stream=not keep)
-        self.loop = Executor(self.program, weights.again(resident=True), compile=staged.compile)
+        self.loop = Executor(self.program, loop, compile=staged.compile)
 
     def advance(self, stages: Sequence[str], known: Values, stacked: dict[str, mx.array]) -> None:
         """Run the parts of these stages; what they give is added, `stacked` where it has rows."""

@@ -6,8 +6,10 @@ import copy
 import gc
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -91,12 +93,35 @@ def test_writing_is_refused(given: Given) -> None:
             lambda: weight.data.copy_(torch.zeros(1)),
             lambda: weight.__setitem__(0, 0),
             lambda: weight.data.__setitem__(0, 0),
+            lambda: weight.data.view(-1).__setitem__(0, 1),
+            lambda: weight.data.view(-1)[0].fill_(1),
+            lambda: weight[0].copy_(weight[1]),
+            lambda: weight.t().add_(1),
+            lambda: weight.flatten().mul_(2),
+            lambda: torch.add(weight, 1, out=weight.data),
+            lambda: torch.nn.init.zeros_(weight),
+            lambda: weight.view(-1).numpy().__setitem__(0, 1),
+            lambda: weight.numpy().__setitem__(0, 1),
+            lambda: np.asarray(weight.detach().cpu()).__setitem__(0, 1),
             lambda: setattr(weight, "data", torch.zeros(3)),
             lambda: module.load_state_dict(before),
         ):
-            with pytest.raises((MlxconvError, RuntimeError), match="its data is in the bundle"):
+            refused = "its data is in the bundle|destination is read-only"
+            with pytest.raises((MlxconvError, RuntimeError, ValueError), match=refused):
                 write()
     assert torch.equal(weight + 0, before["shared.weight"])
+
+
+def test_a_buffer_is_not_written_to_either() -> None:
+    module = torch.nn.BatchNorm1d(4)
+    stored: Any = SimpleNamespace(
+        names={"running_mean"}, label="vae", read=lambda name: torch.ones(4)
+    )
+    give_to_bundle(module, stored)
+    assert torch.equal(module.running_mean.view(1, -1) + 0, torch.ones(1, 4))
+    assert type(module.state_dict()["running_mean"]) is torch.Tensor
+    with pytest.raises(MlxconvError, match="vae: running_mean cannot be changed"):
+        module.running_mean.add_(1)
 
 
 def test_a_copy_reads_the_same(given: Given) -> None:

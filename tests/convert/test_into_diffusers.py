@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 import torch
@@ -18,7 +20,7 @@ from mlxconv.convert.into_diffusers import into_diffusers
 from mlxconv.runtime.errors import MlxconvError
 
 from ..conftest import Bundles
-from .tiny_pipelines import PIPELINES, flux
+from .tiny_pipelines import PIPELINES, flux, tiny
 
 SLOW = ("wan", "ltx")
 HALF = (torch.float32, torch.bfloat16)
@@ -168,6 +170,21 @@ def test_the_snippet_of_the_readme_runs_on_a_bf16_bundle(
         for pipe in (*(load("FLUX.1-schnell", torch_dtype=d) for d in HALF), names["pipe"])
     )
     assert np.abs(found - exact).mean() <= 1.5 * np.abs(half - exact).mean()
+
+
+@pytest.mark.slow
+def test_two_frame_counts_share_their_weights(tmp_path: Path) -> None:
+    vae = tiny("AutoencoderKLCogVideoX", 1)
+    vae.save_pretrained(tmp_path / "vae")
+    convert(tmp_path / "vae", tmp_path / "fp32", "fp32")
+    size = sum(p.numel() * 4 for n, p in vae.named_parameters() if n.startswith("decoder"))
+    into_diffusers(SimpleNamespace(vae=vae), tmp_path / "fp32")
+    held = []
+    for frames in (1, 3):
+        vae.decode(torch.ones(1, 4, frames, 2, 2))
+        gc.collect()
+        held.append(mx.get_active_memory())
+    assert held[0] > size > 4 * (held[1] - held[0])
 
 
 def test_a_module_cast_later_runs_in_that_precision(
