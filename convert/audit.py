@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlxconv.runtime.bundle import read_json
-from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program import Parameter
-from mlxconv.runtime.weights import INDEX_FILE, Quantization, Specs, weight_map
+from mlxconv.runtime.weights import INDEX_FILE, Quantization, Specs
 
+from .bundle_files import bundle_tensors
 from .checkpoint import (
     Component,
     KeyMatch,
@@ -28,12 +28,9 @@ from .checkpoint import (
 from .comparison import Sums
 from .floats import KINDS
 from .plan import to_stored
-from .safetensors_io import DTYPES, read_header
+from .rounding import dequantize, group_error, group_limit
+from .safetensors_io import DTYPES
 
-# A group may be this much worse than rounding to nearest; a wrong scale is worse by far more.
-_WORSE = 1.25
-# Relative error of one group that no correct encoding exceeds, where rounding is not redone.
-_MX_LIMIT = {"mxfp4": 0.35, "nvfp4": 0.35, "mxfp8": 0.1}
 _ROWS = 1 << 20  # elements compared at a time
 _CHUNK = 1 << 24  # bytes read at a time
 _FIRST = 1 << 16  # bytes, where the first are likely to answer
@@ -52,18 +49,6 @@ class Audit:
     bad: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     zeros: list[str] = field(default_factory=list)
-
-
-def bundle_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a bundle's component by name, from the headers of its files."""
-    files = weight_map(folder)
-    tensors: dict[str, StoredTensor] = {}
-    for file in sorted(set(files.values())):
-        tensors |= read_header(folder / file)[0]
-    absent = sorted(set(files) - set(tensors))
-    if absent:
-        raise MlxconvError(f"{folder}: the index names {absent[:3]}, which no file holds")
-    return tensors
 
 
 def torch_shape(tensor: StoredTensor, kind: str) -> tuple[int, ...]:
@@ -217,34 +202,3 @@ def _compare_quantized(
             ratio = np.asarray(error)[over] / np.maximum(np.asarray(limit)[over], 1e-30)
             worst = max(worst, float(ratio.max()))
     return f"{bad} groups up to {worst:.1f} times worse than rounding" if bad else ""
-
-
-def dequantize(parts: Sequence[mx.array | None], spec: Quantization) -> mx.array:
-    """Packed values, scales and biases in float32."""
-    packed, scales, biases = parts
-    assert packed is not None and scales is not None
-    if biases is not None:
-        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-    return mx.dequantize(
-        packed, scales, biases, spec.group_size, spec.bits, spec.mode, dtype=mx.float32
-    )
-
-
-def group_error(value: mx.array, wanted: mx.array, spec: Quantization) -> mx.array:
-    """Norm of the difference, for each group of each row."""
-    gap = (value - wanted).reshape(value.shape[0], -1, spec.group_size)
-    return mx.sqrt(mx.sum(gap * gap, axis=-1))
-
-
-def group_limit(
-    exact: mx.array, wanted: mx.array, spec: Quantization, dtype: mx.Dtype | None
-) -> mx.array:
-    """What `group_error` may be: rounding to nearest, and a little more. dtype: of the scales."""
-    groups = wanted.reshape(wanted.shape[0], -1, spec.group_size)
-    norm = mx.sqrt(mx.sum(groups * groups, axis=-1))
-    if spec.mode != "affine":
-        return _MX_LIMIT.get(spec.mode, 0.35) * norm + 1e-12
-    rounded = exact.astype(dtype or mx.bfloat16)
-    made = list(mx.quantize(rounded, spec.group_size, spec.bits))
-    nearest = group_error(dequantize(made, spec), wanted, spec)
-    return _WORSE * nearest + 1e-6 * norm + 1e-30

@@ -23,9 +23,10 @@ from mlxconv.runtime.measuring.examples import Example
 from mlxconv.runtime.measuring.machine import peak_rss_bytes
 from mlxconv.runtime.measuring.worker import Job, example_of
 
+from .arrays import mlx_to_torch
 from .checkpoint import open_checkpoint
 from .recipe import bundle_recipe
-from .reference import Reference, load_reference, mlx_to_torch
+from .reference import Reference, load_reference
 
 _WIDE = {torch.int32: torch.int64}
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.weights import weight_map
 
 from .checkpoint import Checkpoint
 from .publishing.source_card import LICENCE_FILE, published_root
 from .quantization import Decision, Precision
+from .safetensors_io import StoredTensor, read_header
 
 BUNDLE_FORMAT = "mlxconv-bundle"
 BUNDLE_VERSION = 1
-_PACKAGES = ("mlxconv", "mlx", "torch", "diffusers", "transformers", "safetensors")
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -27,15 +26,16 @@ def write_json(path: Path, data: Any) -> None:
     path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def versions() -> dict[str, str]:
-    """Versions of the packages that decide what a conversion gives."""
-    found = {"python": sys.version.split()[0]}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+def bundle_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a bundle's component by name, from the headers of its files."""
+    files = weight_map(folder)
+    tensors: dict[str, StoredTensor] = {}
+    for file in sorted(set(files.values())):
+        tensors |= read_header(folder / file)[0]
+    absent = sorted(set(files) - set(tensors))
+    if absent:
+        raise MlxconvError(f"{folder}: the index names {absent[:3]}, which no file holds")
+    return tensors
 
 
 def quantization_table(default: Precision, decisions: Iterable[Decision]) -> dict[str, Any] | None:

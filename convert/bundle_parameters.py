@@ -19,8 +19,8 @@ from mlxconv.runtime.bundle import LoadedComponent
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.weights import QuantizedWeight, Weights, weight_map
 
+from .arrays import mlx_to_torch
 from .plan import from_stored
-from .reference import mlx_to_torch
 
 CHANGE_FIRST = (
     "change it in a pipeline of diffusers alone, save that (pipe.save_pretrained(FOLDER)) and "

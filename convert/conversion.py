@@ -32,14 +32,13 @@ from .bundle_files import (
     component_config,
     copy_rest,
     quantization_table,
-    versions,
     write_json,
 )
 from .bundle_folder import atomic_folder, check_target, settle
 from .checkpoint import INDEX_NAMES, Component, refuse_foreign_links
 from .hub_source import Asked, Download, opened
 from .jobs import Job, Options, Run, bundle_bytes, prepare
-from .program_cache import unpatched
+from .program_cache import unpatched, versions
 from .publishing.source_card import published_root, read_source_card
 from .recipe import RECIPE_FILE, Recipe, load_recipe_file
 from .report import ComponentReport, ConvertReport, grouped_kept

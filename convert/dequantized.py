@@ -12,8 +12,8 @@ import torch
 from mlxconv.runtime.program import Program
 from mlxconv.runtime.weights import QuantizedWeight, Weights
 
+from .arrays import mlx_to_torch
 from .plan import from_stored
-from .reference import mlx_to_torch
 
 
 class _Lazy(Mapping[str, torch.Tensor]):

@@ -25,8 +25,7 @@ from torch import nn
 
 from mlxconv.runtime.errors import MlxconvError
 
-from .fake_module import build_module, merged_config
-from .into_diffusers import _Untouchable
+from .fake_module import Untouchable, build_module, merged_config
 from .recipe import Recipe, parse_recipe, recipe_names
 from .tracing import quiet
 
@@ -299,7 +298,7 @@ class _Search:
                 if any(p.name == "return_dict" for p in self.signature):
                     kwargs["return_dict"] = False
                 if untouchable:
-                    kwargs[untouchable] = _Untouchable()
+                    kwargs[untouchable] = Untouchable()
                 self.module(**kwargs)
         except Exception as error:  # whatever a class raises on inputs that do not fit
             lines = str(error).strip().splitlines()

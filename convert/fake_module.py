@@ -186,3 +186,13 @@ def _cast(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype, kept: lis
                     nn.Parameter(fresh, requires_grad=False) if name in child._parameters else fresh
                 )
             setattr(child, name, made[id(old)])
+
+
+class Untouchable:
+    """Stands for an argument; whatever is done with it fails."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+    def __bool__(self) -> bool:
+        raise TypeError("an argument was read")

@@ -116,7 +116,10 @@ class EntryRun:
         self, loaded: LoadedComponent, dtype: str, taps: Sequence[str] = ()
     ) -> tuple[list[Any], dict[str, list[Any]]]:
         """What the runtime gives."""
-        outputs, found = loaded.executor.run(self.entry.name, mlx_inputs(self.inputs(dtype)), taps)
+        from .arrays import torch_to_mlx
+
+        inputs = torch_to_mlx(self.inputs(dtype))
+        outputs, found = loaded.executor.run(self.entry.name, inputs, taps)
         mx.eval([a for a in outputs if isinstance(a, mx.array)], list(found.values()))
         return list(outputs), found
 
@@ -143,20 +146,6 @@ def _computed(nodes: Sequence[Any], taps: Mapping[str, Sequence[str]]) -> list[s
         p: max((order[n] for n in names if n in order), default=-1) for p, names in taps.items()
     }
     return sorted((p for p, at in last.items() if at >= 0), key=last.__getitem__)
-
-
-def mlx_inputs(value: Any) -> Any:
-    """Torch tensors in nested containers as MLX arrays."""
-    import torch
-
-    from .reference import torch_to_numpy
-
-    if isinstance(value, torch.Tensor):
-        array = mx.array(torch_to_numpy(value))
-        return array.astype(mx.bfloat16) if value.dtype == torch.bfloat16 else array
-    if isinstance(value, Mapping):
-        return {k: mlx_inputs(v) for k, v in value.items()}
-    return [mlx_inputs(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 # ---- comparing ----------------------------------------------------------------------------------
@@ -281,9 +270,10 @@ def _compare_with_noise(
     """
     if all(name.endswith("bias") for name in case.zeros):  # added, they hide nothing
         return []
+    from .arrays import mlx_to_torch
     from .dequantized import dequantized_tensors
     from .plan import to_stored
-    from .reference import mlx_to_torch, replaced_weights
+    from .reference import replaced_weights
 
     program = runs[0].program
     noise = {name: _noise(program.parameters[name].shape, case.seed) for name in case.zeros}

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from .aten.builder import is_ignored, row_name, target_name
+from .targets import is_ignored, target_name
 from .writes import pure, without_writes, writes, written
 
 
-def functional(exported: ExportedProgram) -> ExportedProgram:
-    """The program as the lowering takes it.
+def functional(exported: ExportedProgram, keep: Callable[[str], bool]) -> ExportedProgram:
+    """The program as the lowering takes it; `keep` says which ATen ops that are.
 
     Nearly all graphs are, once composite operations such as `flatten` have rows, regions in which
     autocast does nothing are part of the rest, and writes into the graph's own values are taken
@@ -21,7 +22,7 @@ def functional(exported: ExportedProgram) -> ExportedProgram:
     """
     _inline_regions(exported)
     storages = written(exported.graph)
-    if storages is None or not all(map(_has_row, exported.graph.nodes)):
+    if storages is None or not all(_is_kept(node, keep) for node in exported.graph.nodes):
         decomposed: ExportedProgram = exported.run_decompositions({})
         return decomposed
     without_writes(exported, storages)
@@ -29,12 +30,12 @@ def functional(exported: ExportedProgram) -> ExportedProgram:
     return exported
 
 
-def _has_row(node: fx.Node) -> bool:
+def _is_kept(node: fx.Node, keep: Callable[[str], bool]) -> bool:
     """Whether the lowering takes a node, or what it gives where it writes, as it is."""
     if node.op != "call_function" or is_ignored(node):
         return True
     target = pure(node) if writes(node) else node.target
-    return target is not None and row_name(target_name(target)) is not None
+    return target is not None and keep(target_name(target))
 
 
 def _inline_regions(exported: ExportedProgram) -> None:

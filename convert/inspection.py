@@ -17,7 +17,7 @@ from mlxconv.runtime.hub.names import hub_name
 from mlxconv.runtime.program import PROGRAM_FILE, load_program
 from mlxconv.runtime.weights import INDEX_FILE, Specs
 
-from .audit import bundle_tensors
+from .bundle_files import bundle_tensors
 from .checkpoint import Checkpoint, open_checkpoint, open_component
 from .hub_source import Asked, bundle_outline, opened_remote, shown_name
 from .report import describe_unread, human_count

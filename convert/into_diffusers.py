@@ -35,13 +35,13 @@ from mlxconv.runtime.options import several
 from mlxconv.runtime.program import PROGRAM_FILE, Entry
 from mlxconv.runtime.staging import Begun, Staged
 
+from .arrays import mlx_to_torch, torch_to_mlx
 from .bundle_parameters import CHANGE_FIRST, StoredWeights, give_to_bundle, named_tensors
-from .forwards import mlx_inputs
+from .fake_module import Untouchable
 from .on_demand import trace_when_called
 from .pipeline_match import check_same_model, refuse_adapters
 from .posteriors import register_posteriors
 from .recipe import ProgramRecipe, Recipe, bundle_recipe, evaluate, place
-from .reference import mlx_to_torch
 
 _NEEDS_DATA = (
     DataDependentOutputException,
@@ -228,7 +228,7 @@ class _Way:
 
     def run(self, given: Mapping[str, Any]) -> list[mx.array]:
         """The outputs. What the prompt decides is kept while the same tensors come."""
-        inputs = mlx_inputs(given)
+        inputs = torch_to_mlx(given)
         entry = self.staged.entry_for(inputs)
         begun = self._begin(entry, given, inputs)
         rows = {i.path: at(inputs, i.path)[None] for i in entry.inputs if i.stage == "schedule"}
@@ -368,7 +368,7 @@ class _Bridge:
             return True
         if name not in self._unread:
             try:
-                self.shell.result(self.original, (), {**given, name: _Untouchable()})
+                self.shell.result(self.original, (), {**given, name: Untouchable()})
                 self._unread[name] = True
             except Exception:  # it was touched, or the class needs data: then it matters
                 self._unread[name] = False
@@ -418,16 +418,6 @@ class _Bridge:
         classes = get_args(get_type_hints(self.original).get("return"))
         named = [c for c in classes if isinstance(c, type) and issubclass(c, BaseOutput)]
         return named[0](*made) if named else Transformer2DModelOutput(sample=made[0])
-
-
-class _Untouchable:
-    """Stands for an argument; whatever is done with it fails."""
-
-    def __getattribute__(self, name: str) -> Any:
-        raise AttributeError(name)
-
-    def __bool__(self) -> bool:
-        raise TypeError("an argument was read")
 
 
 def _says_nothing(value: Any) -> bool:

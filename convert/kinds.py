@@ -94,7 +94,6 @@ class KindsRead(TorchFunctionMode):
             setattr(tensor, _GIVEN, paths)
         return found
 
-
     def _after_dtype(self, name: str, kwargs: Mapping[str, Any], found: Any) -> None:
         """An input's dtype says nothing where it is only that of ones to multiply the input by:
         `timestep * torch.ones(batch, dtype=timestep.dtype)`."""

@@ -18,20 +18,22 @@ from torch.utils import _pytree as pytree
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program import Arg, Entry, Input, Parameter, Ref, Weight, weights
 
-from .aten.builder import (
-    TABLE,
-    Builder,
-    Lowering,
-    is_ignored,
-    lowers,
-    module_path,
-    row_name,
-    target_name,
-)
+from .aten.builder import TABLE, Builder, Lowering, lowers, module_path, row_name
 from .repeats import chunked
+from .targets import is_ignored, target_name
 from .tracing import Traced
 
-__all__ = ["TABLE", "Builder", "Lowered", "Lowering", "lower", "lowers", "supported", "target_name"]
+__all__ = [
+    "TABLE",
+    "Builder",
+    "Lowered",
+    "Lowering",
+    "has_row",
+    "lower",
+    "lowers",
+    "supported",
+    "target_name",
+]
 
 # Arguments that say where or how a tensor lies in memory, not what it is.
 _PLACEMENT = {"device", "layout", "pin_memory", "memory_format", "non_blocking", "copy"}
@@ -42,13 +44,18 @@ def supported() -> Iterable[str]:
     return sorted(TABLE)
 
 
+def has_row(name: str) -> bool:
+    """Whether an ATen op or overload has a row."""
+    return row_name(name) is not None
+
+
 def unsupported(graph: fx.Graph) -> dict[str, list[str]]:
     """ATen ops of the graph that have no row, with the module paths they come from."""
     missing: dict[str, list[str]] = defaultdict(list)
     for node in graph.nodes:
         if node.op == "call_function" and not is_ignored(node):
             name = target_name(node.target)
-            if row_name(name) is None:
+            if not has_row(name):
                 missing[name].append(module_path(node) or "(root)")
     return dict(missing)
 

@@ -177,7 +177,7 @@ def main(names: Sequence[str]) -> None:
     """
     from tqdm import tqdm
 
-    from .bundle_files import versions
+    from .program_cache import versions
     from .recipe import all_recipes, load_recipe, load_recipe_file, recipe_names
 
     target = Path(__file__).resolve().parent.parent / "recipes" / "parity.json"

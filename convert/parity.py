@@ -31,7 +31,7 @@ from .model_class import recorded_class
 from .programs import module_parameters
 from .recipe import Recipe, bundle_recipe, load_recipe_file
 from .report import describe_unread
-from .tokenizer_files import tokenizer_rows
+from .token_rows import tokenizer_rows
 
 if TYPE_CHECKING:
     from .pictures import Compared, PipelineCase

@@ -14,9 +14,10 @@ from torch import nn
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.weights import Quantization, Specs
 
-from .audit import bundle_tensors, dequantize, group_error, group_limit
+from .bundle_files import bundle_tensors
 from .bundle_parameters import CHANGE_FIRST, BundleParameter, StoredWeights, named_tensors
 from .recipe import Recipe
+from .rounding import dequantize, group_error, group_limit
 
 _FUSE = (
     "pipe.fuse_lora(); pipe.unload_lora_weights(); pipe.save_pretrained(FOLDER), then "

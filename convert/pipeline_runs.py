@@ -25,9 +25,9 @@ from mlxconv.runtime.denoise import Progress
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.pipeline import Pipeline
 
+from .arrays import torch_to_numpy
 from .checkpoint import Checkpoint
 from .comparison import Array
-from .reference import torch_to_numpy
 
 DEFAULT_PROMPT = "a photo of a cat on a red sofa"
 DEFAULT_STEPS = 4

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,12 @@ import numpy as np
 from mlxconv.runtime import machine
 from mlxconv.runtime.program import Parameter, from_json, to_json
 
-from .bundle_files import versions
 from .programs import Compiled
 
 MAX_BYTES = 256 << 20  # of all entries; the oldest go first
 _FORMAT = 1
 _TRACERS = ("torch", "diffusers", "transformers")
+_PACKAGES = ("mlxconv", "mlx", *_TRACERS, "safetensors")
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,17 @@ class Analysis:
     derived: str = ""
     note: str = ""
     warnings: list[str] = field(default_factory=list)
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that decide what a conversion gives."""
+    found = {"python": sys.version.split()[0]}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def unpatched() -> bool:

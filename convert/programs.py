@@ -102,7 +102,7 @@ def _compile(
     names: Sequence[str],
     choices: Sequence[Mapping[str, int]],
 ) -> Compiled:
-    from .lowering import Lowered, lower
+    from .lowering import Lowered, has_row, lower
     from .outline import outline
     from .rewrites import rewrite
     from .tracing import trace
@@ -113,7 +113,7 @@ def _compile(
     constants: dict[str, tuple[torch.Tensor, bool]] = {}
     for name in names:
         for dims in choices:
-            traced: Traced = trace(cls, config, recipe, name, dims=dims)
+            traced: Traced = trace(cls, config, recipe, name, dims=dims, keep=has_row)
             found = lower(traced)
             entry = rewrite(found.entry, found.parameters)
             own = _constants(traced, found.constants, cls, config)

@@ -7,33 +7,17 @@ from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
-import mlx.core as mx
-import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from mlxconv.runtime.errors import MlxconvError
 
+from .arrays import Array, mlx_to_torch, torch_to_numpy
 from .checkpoint import Component, component_class, match_keys, merged_config, tied_weights
 from .posteriors import register_posteriors
 
-Array = np.ndarray[Any, Any]
 _SMALL = 50_000_000  # parameters; below this torch is fastest on one thread
-
-
-def torch_to_numpy(value: torch.Tensor) -> Array:
-    """bfloat16 as float32; everything else as it is."""
-    value = value.detach()
-    array: Array = (value.float() if value.dtype == torch.bfloat16 else value).cpu().numpy()
-    return array
-
-
-def mlx_to_torch(value: mx.array) -> torch.Tensor:
-    """The same values; bfloat16 bit for bit."""
-    if value.dtype == mx.bfloat16:
-        return torch.from_numpy(np.array(value.view(mx.uint16))).view(torch.bfloat16)
-    return torch.from_numpy(np.array(value))
 
 
 class Reference:

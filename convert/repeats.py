@@ -269,9 +269,7 @@ class _Watched:
         vars(instance)[self.name] = value
 
 
-def _block_forward(
-    child: nn.Module, path: str, group: Equals, trace: _Trace
-) -> Callable[..., Any]:
+def _block_forward(child: nn.Module, path: str, group: Equals, trace: _Trace) -> Callable[..., Any]:
     forward, alone = child.forward, len(group.paths) == 1
 
     @functools.wraps(forward)
@@ -394,9 +392,7 @@ def _finish(
         else:
             repeatable &= isinstance(value, _PLAIN)
             sources.append(("value", value))
-    found = replace(
-        call, name=call.name if computed else "", spec=spec, sources=tuple(sources)
-    )
+    found = replace(call, name=call.name if computed else "", spec=spec, sources=tuple(sources))
     if repeatable:
         calls[key] = found
         _OUTPUTS[call.name] = tuple(made)

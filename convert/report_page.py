@@ -26,11 +26,11 @@ from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.files import format_bytes, whole
 from mlxconv.runtime.measuring.machine import described
 
-from .bundle_files import versions
 from .checkpoint import Checkpoint
 from .comparison import Array, Row, decibels
 from .inspection import inspect
 from .plots import Point, Series, log_plot
+from .program_cache import versions
 from .report import human_count
 
 if TYPE_CHECKING:

@@ -8,16 +8,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxconv.runtime.bundle import Bundle, read_json
+from mlxconv.runtime.bundle import read_json
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.text import TextTokenizer
 
 from .bundle_files import write_json
 from .checkpoint import Checkpoint
-from .comparison import Row, Sums, make_row
 
 _CONFIG = "tokenizer_config.json"
-_FILE = "tokenizer.json"
+TOKENIZER_FILE = "tokenizer.json"
 _LENGTH = 77  # tokens that the padded prompts are cut or padded to
 
 # What prompts look like: plain, empty, long, weighted, in many scripts, and hard on normalizers.
@@ -79,17 +78,17 @@ def write_tokenizer(folder: Path, class_name: str, out: Path) -> None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise MlxconvError(f"{folder}: {type(tokenizer).__name__} is written in Python, so it has "
-                           f"no {_FILE}")  # fmt: skip
+                           f"no {TOKENIZER_FILE}")  # fmt: skip
     backend.no_padding()
     backend.no_truncation()
-    (out / _FILE).unlink(missing_ok=True)
-    backend.save(str(out / _FILE))
+    (out / TOKENIZER_FILE).unlink(missing_ok=True)
+    backend.save(str(out / TOKENIZER_FILE))
     options = read_json(out / _CONFIG) if (out / _CONFIG).is_file() else {}
     for name in ("pad_token", "padding_side", "truncation_side", "model_max_length"):
         options[name] = getattr(tokenizer, name, None)
     write_json(out / _CONFIG, options)
     if wrong := difference(TextTokenizer(out), tokenizer):
-        (out / _FILE).unlink()
+        (out / TOKENIZER_FILE).unlink()
         raise MlxconvError(f"{folder}: {wrong}")
 
 
@@ -113,21 +112,3 @@ def _row(values: mx.array) -> list[Any]:
     """The only row of an array (1, n)."""
     row: list[Any] = np.array(values)[0].tolist()
     return row
-
-
-def tokenizer_rows(bundle: Bundle, checkpoint: Checkpoint) -> list[Row]:
-    """A row for each tokenizer of a bundle: whether the runtime's ids are transformers' own."""
-    rows = []
-    for name, folder in checkpoint.others.items():
-        if not (bundle.path / name / _FILE).is_file():
-            continue
-        try:
-            theirs = load_tokenizer(folder, listed_class(checkpoint, name))
-            note = difference(TextTokenizer(bundle.path / name), theirs)
-        except MlxconvError as error:
-            note = str(error)
-        what = f"{len(PROMPTS)} prompts"
-        sums = Sums(other=float(bool(note)))  # tokens are equal or they are not
-        rows.append(make_row("tokens", name, what, sums, None, "transformers", passed=not note,
-                             note=note))  # fmt: skip
-    return rows

@@ -155,10 +155,12 @@ def trace(
     *,
     dims: Mapping[str, int] | None = None,
     dtype: torch.dtype | None = None,
+    keep: Callable[[str], bool] = lambda name: True,
 ) -> Traced:
     """Export one program of ``cls`` at the recipe's trace sizes (or ``dims``), free dims symbolic.
 
     ``dtype`` stands for the compute dtype: bf16, or fp16 where the class itself rounds to bf16.
+    ``keep`` says which ATen ops stay; a graph with others is decomposed by torch.
 
     Raises MlxconvError where torch cannot export: it names the class, torch's reason and the
     source line.
@@ -175,7 +177,7 @@ def trace(
         ):
             warnings.simplefilter("ignore")
             try:
-                return _traced(job, _export(job))
+                return _traced(job, functional(_export(job), keep))
             except MlxconvError:
                 raise
             except repeats.Unrepeatable as found:
@@ -383,10 +385,7 @@ def _given(
 def _export(job: _Job) -> ExportedProgram:
     shapes = _dynamic_shapes(job)
     with known_multiples(_multiples(job)):
-        exported = torch.export.export(
-            job.module, (), job.kwargs, dynamic_shapes=shapes, strict=False
-        )
-    return functional(exported)
+        return torch.export.export(job.module, (), job.kwargs, dynamic_shapes=shapes, strict=False)
 
 
 def _dynamic_shapes(job: _Job) -> dict[str, Any]:

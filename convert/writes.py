@@ -18,7 +18,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from .aten.builder import target_name
+from .targets import target_name
 
 _ATEN = torch.ops.aten
 

@@ -45,25 +45,9 @@ def lowers(*names: str) -> Callable[[Lowering], Lowering]:
     return register
 
 
-def target_name(target: Any) -> str:
-    """`linear.default` for an ATen overload, `py.add` for Python's operators, else its path."""
-    if isinstance(target, torch._ops.OpOverload):
-        name = f"{target._schema.name.split('::')[1]}.{target._overloadname or 'default'}"
-        return name if target.namespace == "aten" else f"{target.namespace}.{name}"
-    return f"py.{getattr(target, '__name__', str(target))}"
-
-
 def row_name(name: str) -> str | None:
     """The row of the table that serves an overload: its own, or its op's."""
     return next((n for n in (name, name.rsplit(".", 1)[0]) if n in TABLE), None)
-
-
-_IGNORED = ("_assert", "sym_constrain")
-
-
-def is_ignored(node: fx.Node) -> bool:
-    """Whether a node only checks a condition, which a program does not."""
-    return target_name(node.target).removeprefix("py.").startswith(_IGNORED)
 
 
 @dataclass

@@ -2,4 +2,5 @@
 
 from pathlib import Path
 
+TOKENS = 16  # of each encoder, padding and special tokens included
 CHECKPOINT = Path(__file__).parent / "checkpoint"

@@ -10,9 +10,9 @@ import numpy as np
 
 from mlxconv.runtime.pipeline import Pipeline
 
+from . import TOKENS
 from .checker import faults
 from .pictures import SIDE, Scene
-from .text import TOKENS
 
 STEPS = 8
 Array = np.ndarray[Any, Any]

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from . import TOKENS
 from .loops import Log, Schedule, train
 from .pictures import COLOURS, EXTENTS, PLACES, RELATIONS, SHAPES, Scene, training_scene
 
-TOKENS = 16  # of each encoder, padding and special tokens included
 CLIP_WIDTH, T5_WIDTH = 64, 128
 _ROWS = 64  # of T5's vocabulary and CLIP's positions; more than are used, as in the published ones
 _SENTENCES = tuple(

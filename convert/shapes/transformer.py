@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from . import TOKENS
 from .autoencoder import LATENTS, drawn
 from .loops import Log, Schedule, train
 from .pictures import SIDE, is_held_out
-from .text import CLIP_WIDTH, T5_WIDTH, TOKENS, Encoders, said_otherwise
+from .text import CLIP_WIDTH, T5_WIDTH, Encoders, said_otherwise
 
 CONFIG: dict[str, Any] = {
     "in_channels": 4 * LATENTS,

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from mlxconv.convert.arrays import torch_to_mlx
 from mlxconv.convert.conversion import convert
 from mlxconv.convert.fake_module import merged_config
-from mlxconv.convert.forwards import mlx_inputs
 from mlxconv.convert.measure import tiny_checkpoint
 from mlxconv.convert.model_class import find_class
 from mlxconv.convert.recipe import example_inputs, load_recipe
@@ -98,7 +98,7 @@ def sides(class_name: str) -> tuple[Any, LoadedComponent, Inputs]:
         config = merged_config(cls, recipe.tiny_config())
         inputs = example_inputs(recipe, recipe.programs_for(config)[0], config, seed=3)
         model = cls.from_pretrained(str(source)).eval()
-        loaded.executor.run(loaded.entries[0], mlx_inputs(inputs))  # reads the weights
+        loaded.executor.run(loaded.entries[0], torch_to_mlx(inputs))  # reads the weights
     return model, loaded, inputs
 
 
@@ -112,9 +112,9 @@ def test_another_kind_or_value(
     changed = change(inputs)
     if refusal is not None:
         with pytest.raises(MlxconvError, match=refusal):
-            loaded.executor.run(loaded.entries[0], mlx_inputs(changed))
+            loaded.executor.run(loaded.entries[0], torch_to_mlx(changed))
         return
-    found, _ = loaded.executor.run(loaded.entries[0], mlx_inputs(changed))
+    found, _ = loaded.executor.run(loaded.entries[0], torch_to_mlx(changed))
     with torch.no_grad():
         wanted = pytree.tree_leaves(model(**changed))[0].numpy()
     assert np.linalg.norm(np.array(found[0]) - wanted) <= 1e-4 * np.linalg.norm(wanted)

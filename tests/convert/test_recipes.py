@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from mlxconv.convert.arrays import torch_to_mlx
 from mlxconv.convert.bundle_files import versions
 from mlxconv.convert.fake_module import merged_config
-from mlxconv.convert.forwards import mlx_inputs
 from mlxconv.convert.measure import measure, write_figures
 from mlxconv.convert.model_class import find_class
 from mlxconv.convert.quantization import matches
@@ -149,7 +149,7 @@ def inputs_of(
 ) -> Any:
     cls = find_class(recipe.library, recipe.class_name, RECIPES)
     config = merged_config(cls, recipe.tiny_config(variant))
-    return mlx_inputs(example_inputs(recipe, entry, config, dims, seed=3, dtype=dtype))
+    return torch_to_mlx(example_inputs(recipe, entry, config, dims, seed=3, dtype=dtype))
 
 
 def check_sizes(folder: Path, recipe: Recipe) -> None:
@@ -164,7 +164,7 @@ def check_sizes(folder: Path, recipe: Recipe) -> None:
         inputs = example_inputs(recipe, entry.name, config, dims, seed=3, dtype=torch.float32)
         with torch.no_grad():
             expected = pytree.tree_leaves(forward(**inputs))[0].numpy()
-        found, _ = model.executor.run(entry.name, mlx_inputs(inputs))
+        found, _ = model.executor.run(entry.name, torch_to_mlx(inputs))
         error = np.linalg.norm(np.array(found[0]) - expected) / np.linalg.norm(expected)
         errors[tuple(dims.items())] = float(error)
     assert {dims: error for dims, error in errors.items() if not error <= LIMIT} == {}
@@ -212,7 +212,7 @@ def test_a_tap_gives_what_a_forward_hook_gives(
     with torch.no_grad():
         module(**inputs)
     expected = seen[0] if isinstance(seen[0], tuple) else (seen[0],)
-    _, values = flux.executor.run("forward", mlx_inputs(inputs), taps=[path])
+    _, values = flux.executor.run("forward", torch_to_mlx(inputs), taps=[path])
     assert len(values[path]) == len(expected)
     for value, wanted in zip(values[path], expected, strict=True):
         np.testing.assert_allclose(np.array(value), wanted.numpy(), atol=2e-4, rtol=2e-4)

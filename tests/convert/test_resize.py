@@ -16,8 +16,8 @@ from click.testing import CliRunner
 
 from mlxconv.cli import cli
 from mlxconv.convert import resize
+from mlxconv.convert.arrays import torch_to_mlx
 from mlxconv.convert.conversion import convert
-from mlxconv.convert.forwards import mlx_inputs
 from mlxconv.convert.measure import tiny_checkpoint
 from mlxconv.convert.on_demand import trace_when_called
 from mlxconv.convert.parity import verify
@@ -56,7 +56,7 @@ def test_a_batch_is_added_without_the_weights(bundle: Path, checkpoint: Path) ->
 
 def inputs(batch: int) -> dict[str, Any]:
     recipe = load_recipe("ZImageTransformer2DModel")
-    return mlx_inputs(example_inputs(recipe, "forward", recipe.tiny_config(), {"batch": batch}))
+    return torch_to_mlx(example_inputs(recipe, "forward", recipe.tiny_config(), {"batch": batch}))
 
 
 def refusal(bundle: Path, batch: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxconv.convert.shapes import CHECKPOINT
+from mlxconv.convert.shapes import CHECKPOINT, TOKENS
 from mlxconv.convert.shapes.accuracy import by_diffusers, is_right
 from mlxconv.convert.shapes.checker import faults
 from mlxconv.convert.shapes.pictures import (
@@ -22,7 +22,7 @@ from mlxconv.convert.shapes.pictures import (
     random_scene,
     training_scene,
 )
-from mlxconv.convert.shapes.text import TOKENS, clip_tokenizer, said_otherwise, t5_tokenizer
+from mlxconv.convert.shapes.text import clip_tokenizer, said_otherwise, t5_tokenizer
 
 PAIR = Scene("blue", (Thing("red", "circle", "large"), Thing("green", "square", "small")), "above")
 SINGLE = Scene("white", (Thing("black", "cross", "small"),), "at the top")

@@ -13,9 +13,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from mlxconv.convert.arrays import torch_to_mlx
 from mlxconv.convert.conversion import convert
 from mlxconv.convert.fake_module import build_module
-from mlxconv.convert.forwards import mlx_inputs
 from mlxconv.convert.keys import tied_weights
 from mlxconv.convert.measure import tiny_checkpoint
 from mlxconv.convert.parity import verify
@@ -39,7 +39,7 @@ def encoder(name: str, folder: Path, variant: str | None = None) -> Encoder:
 
 def run(loaded: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> list[Any]:
     inputs = {"input_ids": ids} | ({} if mask is None else {"attention_mask": mask})
-    return [np.array(x) for x in loaded.executor.run("forward", mlx_inputs(inputs), ())[0]]
+    return [np.array(x) for x in loaded.executor.run("forward", torch_to_mlx(inputs), ())[0]]
 
 
 def close(found: Any, wanted: torch.Tensor) -> None:
@@ -116,7 +116,7 @@ def test_t5_puts_distances_into_the_buckets_that_pytorch_has(t5: Encoder) -> Non
     ids, mask = ids_of(1, 300), torch.ones(1, 300).long()
     path = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias"
     _, found = loaded.executor.run(
-        "forward", mlx_inputs({"input_ids": ids, "attention_mask": mask}), [path]
+        "forward", torch_to_mlx({"input_ids": ids, "attention_mask": mask}), [path]
     )
     seen: list[torch.Tensor] = []
     module.get_submodule(path).register_forward_hook(lambda m, a, output: seen.append(output))

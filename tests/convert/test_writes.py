@@ -11,6 +11,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 
 from mlxconv.convert.functional import functional
+from mlxconv.convert.lowering import has_row
 from mlxconv.convert.writes import writes
 
 torch.set_num_threads(1)
@@ -176,7 +177,7 @@ OWN = {*UNDERSTOOD, *LEFT_TO_TORCH} - {a_buffer}
 def test_the_graph_gives_what_the_writes_left(function, monkeypatch):
     program = exported(function)
     monkeypatch.setattr(ExportedProgram, "run_decompositions", None)
-    program = functional(program)
+    program = functional(program, has_row)
     assert not any(writes(node) for node in program.graph.nodes)
     for rows, columns in ((3, 8), (5, 12)):
         x = torch.rand(rows, columns, generator=torch.Generator().manual_seed(0))
@@ -198,7 +199,7 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("function", UNDERSTOOD)
 def test_outputs_keep_their_names(function):
-    program = functional(exported(function))
+    program = functional(exported(function), has_row)
     (outputs,) = program.graph.output_node().args
     assert [node.name for node in outputs] == list(program.graph_signature.user_outputs)
 
@@ -209,7 +210,7 @@ def test_a_write_that_is_not_understood_is_left_to_torch(function, monkeypatch):
     monkeypatch.setattr(
         ExportedProgram, "run_decompositions", lambda this, table: left.append(this)
     )
-    functional(program)
+    functional(program, has_row)
     assert left == [program]
 
 
@@ -223,7 +224,7 @@ def test_a_region_without_autocast_is_part_of_the_rest(monkeypatch):
 
     program = torch.export.export(Region(), (torch.ones(3, 8),), strict=False)
     monkeypatch.setattr(ExportedProgram, "run_decompositions", None)
-    program = functional(program)
+    program = functional(program, has_row)
     names = [node.target for node in program.graph.nodes if node.op == "call_function"]
     aten = torch.ops.aten
     assert names[-3:] == [aten.mul.Tensor, aten.add.Tensor, aten.mul.Tensor]
