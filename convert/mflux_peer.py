@@ -79,9 +79,8 @@ def _load(model: Any, definition: Any, root: Path) -> None:
 
 
 def _inputs(job: dict[str, Any]) -> dict[str, mx.array]:
-    loaded = mx.load(job["inputs"])
-    assert isinstance(loaded, dict)
-    return {name: value.astype(getattr(mx, job["dtype"])) for name, value in loaded.items()}
+    dtype = getattr(mx, job["dtype"])
+    return {name: mx.array(value).astype(dtype) for name, value in np.load(job["inputs"]).items()}
 
 
 def _config(job: dict[str, Any], t: float, guidance: float | None) -> Any:

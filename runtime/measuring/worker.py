@@ -261,8 +261,9 @@ def _save(path: str | None, array: mx.array) -> None:
 def _save_inputs(path: str | None, example: Example) -> None:
     """For a peer that makes none itself."""
     if path is not None:
+        # numpy writes it: MLX's threads would hold the file while this process ends, and abort it.
         flat = _flat(example.at_step(0), "")
-        mx.savez(path, **{k: v.astype(mx.float32) for k, v in flat.items()})
+        np.savez(path, **{k: np.array(v.astype(mx.float32)) for k, v in flat.items()})
 
 
 def _flat(value: Any, path: str) -> dict[str, mx.array]:

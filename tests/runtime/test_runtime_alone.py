@@ -30,9 +30,11 @@ sys.meta_path.insert(0, Blocker())
 ALONE = f"""{WITHOUT_TORCH}
 import mlx.core as mx
 import mlxconv
+import numpy as np
 bundle, inputs, output = sys.argv[1:]
 model = mlxconv.load_component(bundle, "transformer")
-mx.savez(output, result=model(**mx.load(inputs)).astype(mx.float32))
+result = model(**{{name: mx.array(value) for name, value in np.load(inputs).items()}})
+np.savez(output, result=np.array(result.astype(mx.float32)))
 """
 
 
