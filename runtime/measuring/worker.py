@@ -263,7 +263,8 @@ def _save_inputs(path: str | None, example: Example) -> None:
     if path is not None:
         # numpy writes it: MLX's threads would hold the file while this process ends, and abort it.
         flat = _flat(example.at_step(0), "")
-        np.savez(path, **{k: np.array(v.astype(mx.float32)) for k, v in flat.items()})
+        arrays = {k: np.array(v.astype(mx.float32)) for k, v in flat.items()}
+        np.savez(path, allow_pickle=False, **arrays)
 
 
 def _flat(value: Any, path: str) -> dict[str, mx.array]:
