@@ -19,10 +19,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mlxconv.convert.arrays import torch_to_mlx
-from mlxconv.convert.bundle_files import versions
 from mlxconv.convert.fake_module import merged_config
 from mlxconv.convert.measure import measure, write_figures
 from mlxconv.convert.model_class import find_class
+from mlxconv.convert.program_cache import versions
 from mlxconv.convert.quantization import matches
 from mlxconv.convert.recipe import Recipe, all_recipes, example_inputs, load_recipe
 from mlxconv.convert.supported import kind_of
