@@ -37,7 +37,7 @@ from .bundle_files import (
 from .bundle_folder import atomic_folder, check_target, settle
 from .checkpoint import INDEX_NAMES, Component, refuse_foreign_links
 from .hub_source import Asked, Download, opened
-from .jobs import Job, Options, Run, bundle_bytes, prepare
+from .jobs import Job, Options, Run, bundle_bytes, check_options, prepare
 from .program_cache import unpatched, versions
 from .publishing.source_card import published_root, read_source_card
 from .recipe import RECIPE_FILE, Recipe, load_recipe_file
@@ -75,6 +75,7 @@ def convert(
     """
     started = time.perf_counter()
     chosen, use_cache = Options(**_plain(q, set, options)), unpatched()
+    check_options(chosen)
     if not chosen.dry_run:
         settle(Path(out))
         if hub_name(source) is not None:

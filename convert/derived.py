@@ -119,7 +119,7 @@ def new_recipe(class_name: str, config: Path | None = None, *, derive: bool = Fa
     """
     from mlxconv.runtime.files import read_json
 
-    from .model_class import find_class, named_class
+    from .model_class import constructing, find_class, named_class
 
     module, colon, name = class_name.rpartition(":")
     if not derive and class_name in recipe_names():
@@ -133,7 +133,8 @@ def new_recipe(class_name: str, config: Path | None = None, *, derive: bool = Fa
     file = config / "config.json" if config is not None and config.is_dir() else config
     values = read_json(file) if file is not None else {}
     if hasattr(cls, "config_class"):
-        values = cls.config_class.from_dict(values).to_dict()
+        with constructing(cls):
+            values = cls.config_class.from_dict(values).to_dict()
     else:
         known = inspect.signature(cls).parameters
         values = {k: v for k, v in values.items() if k in known}

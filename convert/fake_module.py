@@ -17,6 +17,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mlxconv.runtime.errors import MlxconvError
 
+from .model_class import CannotBuild, constructing
+
 MAX_PARAMETERS = 20_000  # tensors; a large mixture of experts has 6,000
 
 
@@ -64,7 +66,7 @@ def _without_tables(
         with mode:
             module = cls.from_config(dict(config))  # type: ignore[attr-defined]
     except TooLarge as error:
-        raise MlxconvError(f"{cls.__name__} cannot be built: {error}. Check config.json") from None
+        raise CannotBuild(cls.__name__, str(error)) from None
     except Exception:  # a constructor may read values, which fake tensors do not have
         return None
     return None if _has_tables(module) else module
@@ -95,17 +97,12 @@ def _construct(cls: type[nn.Module], config: Mapping[str, Any]) -> nn.Module:
     """Without initial values, which cost as much time as a trace and may read those before."""
     from transformers.initialization import no_init_weights
 
-    try:
-        with no_init_weights():
-            if hasattr(cls, "from_config"):
-                return cls.from_config(dict(config))  # type: ignore[no-any-return]
-            if hasattr(cls, "config_class"):
-                return _of_transformers(cls, config)
-            return cls(**{key: value for key, value in config.items() if not key.startswith("_")})
-    except Exception as error:
-        raise MlxconvError(
-            f"{cls.__name__} cannot be built from its configuration: {error}. Check config.json"
-        ) from error
+    with constructing(cls), no_init_weights():
+        if hasattr(cls, "from_config"):
+            return cls.from_config(dict(config))  # type: ignore[no-any-return]
+        if hasattr(cls, "config_class"):
+            return _of_transformers(cls, config)
+        return cls(**{key: value for key, value in config.items() if not key.startswith("_")})
 
 
 def _of_transformers(cls: Any, config: Mapping[str, Any]) -> nn.Module:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.errors import ArgumentError, MlxconvError
 from mlxconv.runtime.files import format_bytes
 from mlxconv.runtime.program import Parameter, to_json
 
@@ -22,7 +22,7 @@ from .checkpoint import (
     tied_weights,
 )
 from .effects import check_effects, is_vae
-from .model_class import unknown_keys
+from .model_class import named_config, unknown_keys
 from .plan import Plan, make_plan
 from .program_cache import Analysis, entry_key, read_entry, write_entry
 from .programs import Compiled, Size, compile_program, module_parameters
@@ -104,7 +104,6 @@ class Run:
 def prepare(run: Run) -> dict[str, Job]:
     """A job for every component to convert. Everything that can be refused is refused here."""
     names = chosen_components(run)
-    _check_early(run.options)
     _check_recipe(run, names)
     _check_patterns_early(run, names)
     jobs = {name: _prepare(run, run.checkpoint.components[name]) for name in names}
@@ -115,21 +114,21 @@ def prepare(run: Run) -> dict[str, Job]:
     return jobs
 
 
-def _check_early(options: Options) -> None:
-    """Mistakes in the options, before minutes of tracing."""
+def check_options(options: Options) -> None:
+    """Mistakes in the options, before the source is opened."""
     if options.q.endswith(".toml"):
         load_policy_file(Path(options.q))
     else:
         parse_precision(options.q, options.group_size)
     if options.target_size is not None and options.q not in ("bf16", "bfloat16"):
-        raise MlxconvError(
+        raise ArgumentError(
             f"--target-size chooses the precision, --q {options.q} asks for one: give one of them"
         )
     for text in (options.text_encoder_q, options.vae_q, *(bits for _, bits in options.set)):
         if text is not None:
             parse_precision(_bits(text))
     if options.method not in ("rtn", "refit", "search"):
-        raise MlxconvError(
+        raise ArgumentError(
             f"--method {options.method}: expected refit, rtn or search "
             "(imatrix and gptq need calibration, which this version does not have)"
         )
@@ -168,7 +167,8 @@ def chosen_components(run: Run) -> list[str]:
 
 def _prepare(run: Run, component: Component) -> Job:
     recipe = _known_recipe(run, component)
-    known = _analysis(run, component, recipe)
+    with named_config(component.path):
+        known = _analysis(run, component, recipe)
     if known.derived:
         recipe = parse_recipe(known.derived, f"the recipe derived for {component.class_name}")
     parameters, compiled = known.parameters, known.compiled

@@ -5,13 +5,54 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.files import read_json
+
+
+class CannotBuild(MlxconvError):
+    """A class whose constructor does not take a configuration."""
+
+    def __init__(self, class_name: str, reason: str, file: str = "config.json") -> None:
+        super().__init__(
+            f"{file}: {class_name} cannot be built from it ({reason}); correct it, or get the "
+            "original one"
+        )
+        self.class_name, self.reason = class_name, reason
+
+
+@contextmanager
+def constructing(cls: type) -> Iterator[None]:
+    """Around a constructor or `from_pretrained`: whatever it raises becomes CannotBuild."""
+    try:
+        yield
+    except (MlxconvError, MemoryError):
+        raise
+    except Exception as error:  # each class fails in its own way
+        raise CannotBuild(cls.__name__, in_one_line(error)) from error
+
+
+def in_one_line(error: Exception) -> str:
+    """An exception's kind and text."""
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.300}".removesuffix(": ")
+
+
+@contextmanager
+def named_config(folder: Path) -> Iterator[None]:
+    """Name the config.json of a component's folder in CannotBuild."""
+    try:
+        yield
+    except CannotBuild as error:
+        file = str(folder / "config.json")
+        raise CannotBuild(error.class_name, error.reason, file) from error.__cause__
+
 
 LEGACY_CLASSES = frozenset({"Transformer2DModel"})  # what diffusers' LegacyModelMixin serves
 
@@ -110,16 +151,7 @@ def constructor_config(cls: Any, config: dict[str, Any], where: Path) -> dict[st
     Raises MlxconvError where an argument without default is not configured, and where a newer
     diffusers wrote a key that the installed one does not know: its class computes with it.
     """
-    written = config.get("_diffusers_version")
-    newer = unknown_keys(cls, config) if _is_newer(written, "diffusers") else {}
-    newer = {k: v for k, v in newer.items() if v is not None}
-    if newer:
-        listed = ", ".join(f"{key} = {value!r:.40}" for key, value in newer.items())
-        raise MlxconvError(
-            f"{where / 'config.json'}: written by diffusers {written}, {cls.__name__} of the "
-            f"installed {_version('diffusers')} does not know {listed}; upgrade it (pip install -U "
-            "diffusers), or remove the key if the model does not need it"
-        )
+    _refuse_newer(cls, config, where, "diffusers", config.get("_diffusers_version"))
     extract = getattr(cls, "extract_init_dict", None)
     given = extract(dict(config))[0] if extract else config
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
@@ -137,6 +169,19 @@ def constructor_config(cls: Any, config: dict[str, Any], where: Path) -> dict[st
     return _as_json(merged, where)
 
 
+def _refuse_newer(
+    cls: Any, config: Mapping[str, Any], where: Path, library: str, written: Any
+) -> None:
+    newer = unknown_keys(cls, config) if _is_newer(written, library) else {}
+    if newer := {k: v for k, v in newer.items() if v is not None}:
+        listed = ", ".join(f"{key} = {value!r:.40}" for key, value in newer.items())
+        raise MlxconvError(
+            f"{where / 'config.json'}: written by {library} {written}, {cls.__name__} of the "
+            f"installed {_version(library)} does not know {listed}; upgrade it (pip install -U "
+            f"{library}), or remove the key if the model does not need it"
+        )
+
+
 def unknown_keys(cls: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """Of a config.json, the entries that the class neither takes nor makes itself."""
     extract = getattr(cls, "extract_init_dict", None)
@@ -146,9 +191,40 @@ def unknown_keys(cls: Any, config: Mapping[str, Any]) -> dict[str, Any]:
         made = _registered(cls, used) if unknown else {}
         return {k: v for k, v in unknown.items() if k not in made}
     if hasattr(cls, "config_class"):
-        return {}  # transformers keeps whatever it finds
+        modules = {sys.modules[each.__module__] for each in (cls, cls.config_class)}
+        words = set(re.findall(r"\w+", "".join(map(inspect.getsource, modules))))
+        return _unknown_of_transformers(cls.config_class, config, words)
     known = inspect.signature(cls.__init__).parameters
     return {k: v for k, v in config.items() if k not in known and not k.startswith("_")}
+
+
+def _unknown_of_transformers(
+    cls: Any, config: Mapping[str, Any], words: Container[str]
+) -> dict[str, Any]:
+    """Keys that transformers keeps, as whatever it finds, though the class has no such field.
+
+    words: of the model's source, which may read a key that is no field. Keys of a part are named
+    with the part's name. Settings of text generation, and what is null, have no effect here.
+    """
+    from transformers import GenerationConfig
+
+    try:
+        made, plain = cls.from_dict(dict(config)), cls()
+    except Exception:  # `transformers_config` says what is wrong
+        return {}
+    kept, parts = made.to_dict(), dict(getattr(cls, "sub_configs", {}))
+    known = [plain, *(getattr(plain, name, None) for name in parts), GenerationConfig()]
+    unknown = {
+        key: value for key, value in config.items()
+        if key in kept and key not in words and value is not None and not key.startswith("_")
+        and not any(hasattr(each, key) for each in known)
+    }  # fmt: skip
+    for name in parts:
+        part, inner = getattr(made, name, None), config.get(name)
+        if part is not None and isinstance(inner, dict):
+            inside = _unknown_of_transformers(type(part), inner, words)
+            unknown |= {f"{name}.{key}": value for key, value in inside.items()}
+    return unknown
 
 
 def _registered(cls: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -179,16 +255,12 @@ def transformers_config(cls: Any, path: Path) -> dict[str, Any]:
             f"{path}: {cls.__name__} has no configuration class; name the model's own class in "
             "model_index.json or in config.json's architectures"
         )
-    try:
+    with named_config(path), constructing(cls):
         config = cls.config_class.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # transformers validates with many kinds of exception
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise MlxconvError(
-            f"{path / 'config.json'}: {cls.__name__} does not accept it ({first}); "
-            "get the original config.json"
-        ) from error
+    written = read_json(path / "config.json")
+    _refuse_newer(cls, written, path, "transformers", written.get("transformers_version"))
     loaded: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return loaded
 

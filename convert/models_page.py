@@ -24,7 +24,7 @@ against diffusers or transformers in fp32 on the CPU. `fp32` and `bf16` are `rel
 `4bit` the first is what quantization costs, the second how far the runtime is from the same
 quantized weights run in PyTorch; `-` was not measured with this version. Measured with {versions}.
 
-Other classes: `mlxconv recipe new CLASS` derives a recipe, `docs/ADDING_A_MODEL.md` tells the rest.
+Other classes: `mlxconv recipe new CLASS` derives a recipe; see `docs/ADDING_A_MODEL.md`.
 """
 
 

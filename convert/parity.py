@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxconv.runtime.bundle import Bundle, is_bundle, open_bundle, read_json
-from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.errors import ArgumentError, MlxconvError
+from mlxconv.runtime.hub.bundles import is_hub_bundle
+from mlxconv.runtime.hub.download import open_remote
 from mlxconv.runtime.hub.names import hub_name
 from mlxconv.runtime.options import several
 from mlxconv.runtime.program import PROGRAM_FILE, Parameter, load_program
@@ -27,7 +29,7 @@ from .comparison import Row, decibels, make_row
 from .coverage import not_covered, pixel_dims, sizes_of
 from .forwards import Case, compare_entries
 from .hub_source import Asked, is_recorded_source, opened, recorded_source, shown_name
-from .model_class import recorded_class
+from .model_class import named_config, recorded_class
 from .programs import module_parameters
 from .recipe import Recipe, bundle_recipe, load_recipe_file
 from .report import describe_unread
@@ -164,7 +166,7 @@ def verify(
     _check(tier, page, stream, dims or {}, asked)
     made = open_bundle(bundle)
     against = recorded_source(made) if against is None else against
-    if is_bundle(Path(against).expanduser()):
+    if _is_bundle(against):
         if tier != "forward" or page or stream or asked or recipe or model_class:
             raise MlxconvError(
                 f"{against}: is a bundle, which is compared by --tier forward alone; only "
@@ -174,7 +176,10 @@ def verify(
             made, open_bundle(against), components, seed=seed, dtype=dtype, threshold=threshold,
             dims=dims or {},
         )  # fmt: skip
-        return ParityReport(str(bundle), str(against), seed, rows, judged=threshold is not None)
+        notes = [f"both ran in {dtype or 'float32'}, so that they differ by their weights alone "
+                 "(--dtype)"]  # fmt: skip
+        judged = threshold is not None
+        return ParityReport(str(bundle), str(against), seed, rows, notes=notes, judged=judged)
     model_class = model_class or _recorded_class(made, against)
     whole = tier in PIPELINE_TIERS or page is not None
     with opened(against, _wanted(made, against, components, model_class, whole)) as source:
@@ -201,7 +206,10 @@ def verify(
         own = "block" if page is not None else tier
         made_of = made.manifest["components"]
         found.unused = {n: list(made_of[n]["unused"]) for n in names if made_of[n].get("unused")}
-        complete = [_verify_component(case, own, found, say) for case in cases]
+        complete = []
+        for case in cases:
+            with named_config(case.component.path):
+                complete.append(_verify_component(case, own, found, say))
         if not components:
             found.tiers += tokenizer_rows(made, checkpoint)
         if pipeline is not None and all(complete):
@@ -216,6 +224,14 @@ def verify(
     if not components and threshold is None and dtype is None:
         _remember(made, found, against)
     return found
+
+
+def _is_bundle(source: str | Path) -> bool:
+    """Whether a folder or a repository of the Hub is a bundle, not a checkpoint."""
+    name = hub_name(source)
+    if name is not None:
+        return is_hub_bundle(open_remote(name))
+    return is_bundle(Path(source).expanduser())
 
 
 def _remember(bundle: Bundle, report: ParityReport, against: str | Path) -> None:
@@ -246,9 +262,9 @@ def _asked(prompts: Sequence[str], **options: Any) -> dict[str, Any]:
 def _check(
     tier: str, page: str | Path | None, stream: bool, dims: Mapping[str, int], asked: dict[str, Any]
 ) -> None:
-    """MlxconvError for options that do not go together, before anything is read."""
+    """ArgumentError for options that do not go together, before anything is read."""
     if tier not in TIERS:
-        raise MlxconvError(f"--tier {tier}: this version measures {', '.join(TIERS)}")
+        raise ArgumentError(f"--tier {tier}: this version measures {', '.join(TIERS)}")
     if page is not None:
         from .report_page import check_place
 
@@ -260,18 +276,18 @@ def _check(
         f"--{name.removesuffix('s') if name == 'prompts' else name}" for name in asked
     )
     if asked and of_forwards:
-        raise MlxconvError(
+        raise ArgumentError(
             f"{options}: of pictures, which --tier {tier} does not make; add --tier image, "
             "--tier trajectory or --report FILE.html"
         )
     if asked.get("steps", 1) < 1:
-        raise MlxconvError(f"--steps {asked['steps']}: at least 1")
+        raise ArgumentError(f"--steps {asked['steps']}: at least 1")
     if tier in PIPELINE_TIERS and stream:
-        raise MlxconvError(
+        raise ArgumentError(
             f"--stream holds one block at a time, --tier {tier} a whole pipeline: leave one out"
         )
     if tier in PIPELINE_TIERS and dims and page is None:
-        raise MlxconvError(f"--dim is a size of single forwards; --tier {tier} takes --size WxH")
+        raise ArgumentError(f"--dim is a size of single forwards; --tier {tier} takes --size WxH")
 
 
 def _wanted(

@@ -28,6 +28,7 @@ from mlxconv.runtime.pipeline import Pipeline
 from .arrays import torch_to_numpy
 from .checkpoint import Checkpoint
 from .comparison import Array
+from .model_class import in_one_line
 
 DEFAULT_PROMPT = "a photo of a cat on a red sofa"
 DEFAULT_STEPS = 4
@@ -143,7 +144,7 @@ def load_pipeline(checkpoint: Checkpoint, dtypes: Mapping[str, str], variant: st
             )  # fmt: skip
     except Exception as error:  # diffusers and transformers raise many kinds
         raise MlxconvError(
-            f"{checkpoint.path}: diffusers cannot load the pipeline ({_first_line(error)})"
+            f"{checkpoint.path}: diffusers cannot load the pipeline ({in_one_line(error)})"
         ) from error
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -196,15 +197,10 @@ def run_pipeline(
             wants = f"; it takes {', '.join(media)}, which verify has none of" if media else ""
             dtype = str(getattr(pipe, "dtype", "")).removeprefix("torch.")
             raise MlxconvError(
-                f"{cls.__name__}: diffusers cannot run it in {dtype} ({_first_line(error)})"
+                f"{cls.__name__}: diffusers cannot run it in {dtype} ({in_one_line(error)})"
                 f"{wants}; use --tier forward or block"
             ) from error
     return Run(_pixels(result), latents)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]:.300}"
 
 
 def _pixels(result: Any) -> Array | None:
@@ -296,7 +292,7 @@ def native_request(bundle: Path, asked: Request) -> Request:
 
 
 def run_native(bundle: Path, dtype: str | None, asked: Request) -> list[Run]:
-    """All prompts by `mlxconv.load`; its weights are let go afterwards."""
+    """All prompts by `mlxconv.load`; its weights are freed afterwards."""
     pipeline = Pipeline(bundle, dtype=dtype, keep=len(asked.prompts) > 1)
     width, height = asked.size or (None, None)
     runs: list[Run] = []

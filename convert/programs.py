@@ -24,6 +24,7 @@ from mlxconv.runtime.program import (
     validate,
 )
 
+from .model_class import constructing, named_config
 from .recipe import Recipe, evaluate
 
 if TYPE_CHECKING:
@@ -263,7 +264,7 @@ def module_parameters(
     import torch
 
     if library == "transformers":
-        with torch.device("meta"):
+        with torch.device("meta"), named_config(path), constructing(cls):
             config_class = cls.config_class  # type: ignore[attr-defined]
             made = cls(
                 config_class.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -271,7 +272,8 @@ def module_parameters(
     else:
         from .fake_module import build_module
 
-        made, _ = build_module(cls, config)
+        with named_config(path):
+            made, _ = build_module(cls, config)
     owners = {}
     for name, module in made.named_modules():
         owners[f"{name}.weight".lstrip(".")] = _kind_of_module(module)

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.errors import ArgumentError, MlxconvError
 
 from .affine import AFFINE_BITS, METHODS, quantize_affine
 from .mx_formats import MX_FORMATS, quantize_mx
@@ -100,17 +100,20 @@ def parse_precision(text: str, group_size: int | None = None) -> Precision:
     match = re.fullmatch(r"(?:int|q)?(\d+)(?:-?bits?)?", name)
     if match is None or int(match[1]) not in AFFINE_BITS:
         known = ", ".join(precision_names())
-        raise MlxconvError(f"unknown precision {text!r}: expected one of {known}")
+        raise ArgumentError(
+            f"unknown precision {text!r}: expected one of {known} (int8, int4, ... are 8bit, 4bit, "
+            "...), or for --q a policy FILE.toml"
+        )
     group = DEFAULT_GROUP if group_size is None else group_size
     if group not in AFFINE_GROUPS:
-        raise MlxconvError(f"group size {group} is not supported: {text} takes 32, 64 or 128")
+        raise ArgumentError(f"group size {group} is not supported: {text} takes 32, 64 or 128")
     return affine(int(match[1]), group)
 
 
 def _refuse_group(text: str, asked: int | None, fixed: int | None) -> None:
     if asked is not None and asked != fixed:
         has = "has no groups" if fixed is None else f"has a fixed group size of {fixed}"
-        raise MlxconvError(f"{text} {has}: drop --group-size {asked}, or choose an affine one")
+        raise ArgumentError(f"{text} {has}: drop --group-size {asked}, or choose an affine one")
 
 
 def layout(shape: Sequence[int], precision: Precision) -> dict[str, tuple[tuple[int, ...], str]]:

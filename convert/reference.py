@@ -15,6 +15,7 @@ from mlxconv.runtime.errors import MlxconvError
 
 from .arrays import Array, mlx_to_torch, torch_to_numpy
 from .checkpoint import Component, component_class, match_keys, merged_config, tied_weights
+from .model_class import constructing, in_one_line, named_config
 from .posteriors import register_posteriors
 
 _SMALL = 50_000_000  # parameters; below this torch is fastest on one thread
@@ -63,16 +64,17 @@ def load_reference(component: Component, dtype: torch.dtype, *, stream: bool = F
         options["dtype"] = dtype
     try:
         module = cls.from_pretrained(str(component.path), **options)
-    except (OSError, ValueError, RuntimeError) as error:
-        first = (str(error).splitlines() or [""])[0]
-        raise MlxconvError(f"{component.path}: diffusers cannot load it ({first})") from error
+    except Exception as error:  # of its files or of its class, which fail each in its own way
+        reason = in_one_line(error)
+        raise MlxconvError(f"{component.path}: diffusers cannot load it ({reason})") from error
     return Reference(module, label)
 
 
 def _plain_module(cls: type, component: Component) -> nn.Module:
     """A module that is neither diffusers' nor transformers', with the checkpoint's tensors."""
     config = {k: v for k, v in merged_config(component).items() if not k.startswith("_")}
-    module: nn.Module = cls(**config)
+    with named_config(component.path), constructing(cls):
+        module: nn.Module = cls(**config)
     tensors = _Tensors(component, module)
     module.load_state_dict({name: tensors[name] for name in tensors.wanted})
     return module

@@ -53,7 +53,8 @@ class ComponentReport:
 
 @dataclass
 class ConvertReport:
-    """A whole conversion. Sizes in bytes, time in seconds of wall clock.
+    """A whole conversion. Sizes in bytes, time in seconds of wall clock. `notes`: its warnings,
+    which are no result: on stderr.
 
     `download`: the weights of a repository of the Hub: files, bytes, to_fetch (what the cache did
     not have), free, cache. `next_steps`: commands for the bundle; none after a dry run.
@@ -92,6 +93,10 @@ class ConvertReport:
             "next_steps": self.next_steps,
         }
 
+    def notes(self) -> str:
+        """The warnings, one a line."""
+        return "\n".join(f"warning: {text}" for text in self.warnings)
+
     def as_text(self) -> str:
         """A table for people, and what was left as it was, grouped by reason."""
         lines = [
@@ -101,7 +106,6 @@ class ConvertReport:
             lines.append(_row(name, part))
         for name, part in self.components.items():
             lines += [f"{name}: {text}" for text in _notes(part)]
-        lines += [f"warning: {text}" for text in self.warnings]
         if self.download is not None:
             lines.append(_download_line(self.source, self.revision, self.download))
         peak = format_bytes(self.peak_rss_bytes)

@@ -141,8 +141,9 @@ def _named(models: Sequence[Supported], name: str) -> list[Supported]:
         m for m in models if any(name.lower() in n.lower() for n in (m.class_name, *m.pipelines))
     ]
     if not found:
-        near = difflib.get_close_matches(name, [m.class_name for m in models], 3, 0.4)
-        hint = f" (close: {', '.join(near)})" if near else ""
+        known = {m.class_name.lower(): m.class_name for m in models}
+        near = difflib.get_close_matches(name.lower(), known, 3)
+        hint = f" (close: {', '.join(known[each] for each in near)})" if near else ""
         raise MlxconvError(
             f"no supported class or pipeline has {name!r} in its name{hint}; derive a recipe with "
             "`mlxconv recipe new CLASS`"

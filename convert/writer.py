@@ -270,7 +270,7 @@ def _write_group(
     group: Group,
     progress: Callable[[int], None] | None,
 ) -> dict[str, str]:
-    """A function of its own, so that the last part is let go before the next group is produced."""
+    """A function of its own, so that the last part is freed before the next group is produced."""
     checks: dict[str, str] = {}
     for output, part in zip(group.outputs, group.produce(), strict=True):
         file.seek(start + spans[output.name][0])

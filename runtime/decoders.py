@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from .bundle import LoadedComponent, load_component
-from .errors import MlxconvError
+from .errors import ArgumentError, MlxconvError
 from .executor import Executor
 from .families.family import Parts
 
@@ -95,14 +95,24 @@ class LinearDecoder:
         return values[:, :, None] if frames else values
 
 
-def find_decoder(parts: Parts, name: str | Path) -> TinyDecoder:
-    """`tiny`: the bundle's `tiny_vae` folder; else the path of a converted autoencoder."""
-    folder = parts.bundle.path / TINY if str(name) == "tiny" else Path(name).expanduser()
+def check_decoder(name: str | Path) -> None:
+    """ArgumentError for a path without a folder; `tiny` is of the bundle."""
+    if str(name) != "tiny":
+        _check_folder(Path(name).expanduser())
+
+
+def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
-        raise MlxconvError(
+        raise ArgumentError(
             f"{folder}: no such folder; convert a tiny autoencoder of this VAE's latents (TAESD, "
             f"TAESDXL, TAESD3, TAEF1): mlxconv convert SOURCE -o {folder}"
         )
+
+
+def find_decoder(parts: Parts, name: str | Path) -> TinyDecoder:
+    """`tiny`: the bundle's `tiny_vae` folder; else the path of a converted autoencoder."""
+    folder = parts.bundle.path / TINY if str(name) == "tiny" else Path(name).expanduser()
+    _check_folder(folder)
     component = load_component(folder)
     component = load_component(folder, dtype=parts.precise_enough(component.config))
     return TinyDecoder(component, parts.component("vae"))

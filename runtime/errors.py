@@ -3,3 +3,7 @@
 
 class MlxconvError(Exception):
     """A clear failure. The message names the file, key or node, and says what to do about it."""
+
+
+class ArgumentError(MlxconvError):
+    """Arguments that are wrong, alone or together, whatever the files hold: a usage error."""

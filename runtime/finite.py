@@ -47,7 +47,7 @@ def explained(again: Callable[[], Any], dtype: mx.Dtype) -> str:
     if dtype == mx.float16:
         return (f"{found}; float16 ends at {HALF_MAX:,.0f}: run in bfloat16 (--dtype bfloat16, in "
                 'Python dtype="bfloat16")')  # fmt: skip
-    return f"{found}; `mlxconv verify` tells whether the bundle computes what its checkpoint does"
+    return f"{found}; `mlxconv verify` compares the bundle with its checkpoint"
 
 
 class _Fault(Exception):

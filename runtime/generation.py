@@ -1,6 +1,7 @@
 """`mlxconv generate`: prompts to picture files, with progress and a table of times."""
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -14,6 +15,7 @@ from tqdm import tqdm
 
 from .denoise import Progress
 from .files import format_bytes
+from .machine import unfinished_kernels
 from .measuring.machine import described, peak_rss_bytes
 from .options import Options
 from .phases import Listener, phase_table
@@ -29,6 +31,8 @@ from .pipeline import Pictures, load
 
 PHASES = ("load", "warmup", "encode", "prepare", "first_step", "steps", "preview", "decode")
 _UNITS = {"encode": "prompt", "steps": "step", "decode": "picture"}
+COMPILING = ("MLX is compiling kernels for the CPU: up to half a minute, once; later runs of this "
+              "program load them")  # fmt: skip
 _PAUSE = 10.0  # seconds between lines of a phase
 
 
@@ -142,8 +146,25 @@ def _shown(progress: bool) -> Iterator[Listener | None]:
     if not progress:
         yield None
         return
+    ended = threading.Event()
+    watcher = threading.Thread(target=_watch_kernels, args=(ended,), daemon=True)
     with closing(_Bars() if sys.stderr.isatty() else _Lines()) as listener:
-        yield listener
+        watcher.start()
+        try:
+            yield listener
+        finally:
+            ended.set()
+            watcher.join()
+
+
+def _watch_kernels(ended: threading.Event, pause: float = 1.0) -> None:
+    """Say that MLX compiles kernels, once it does so for longer than `pause` seconds."""
+    stale = unfinished_kernels()  # of a process that was killed
+    times = 0
+    while times < 2 and not ended.wait(pause):
+        times = times + 1 if unfinished_kernels() - stale else 0
+    if times == 2:
+        tqdm.write(COMPILING, file=sys.stderr)
 
 
 def generate(

@@ -8,7 +8,7 @@ _seen = False
 
 
 def remember_interrupts() -> None:
-    """From now on SIGINT raises KeyboardInterrupt as ever, and `check_interrupt` knows of it."""
+    """From now on SIGINT raises KeyboardInterrupt as before, and `check_interrupt` knows of it."""
     signal.signal(signal.SIGINT, _interrupted)
 
 

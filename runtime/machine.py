@@ -43,6 +43,14 @@ def keep_kernels_private() -> Path | None:
     return _kept[0]
 
 
+def unfinished_kernels() -> set[str]:
+    """Names of kernels for the CPU that MLX has written and not yet compiled."""
+    folder = keep_kernels_private() or _temporary_folder()
+    names = {suffix: {file.stem.removeprefix("lib") for file in folder.glob(f"mlx/*/cpu/*{suffix}")}
+             for suffix in (".cpp", ".so")}  # fmt: skip
+    return names[".cpp"] - names[".so"]
+
+
 def _temporary_folder() -> Path:
     return Path(next((v for k in _TEMPORARY if (v := os.environ.get(k))), "/tmp"))
 

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from PIL import Image
 
 from .denoise import Callback, LoopSettings, Progress
-from .errors import MlxconvError
+from .errors import ArgumentError
 from .families.family import Inputs
 from .phases import Listener
 
@@ -28,6 +28,7 @@ DIFFUSERS_NAMES = {
     "num_inference_steps": "steps",
     "true_cfg_scale": "cfg",
 }
+_INSTEAD = {"size": "give width= and height="}
 _LOOP = LoopSettings()
 # What decides a picture beside the prompts, its size, its steps and its seed.
 _RECORDED = ("guidance", "cfg", "cfg_end", "tokens", "scheduler", "sigmas", "timesteps", "decoder",
@@ -70,7 +71,7 @@ class Options:
         """One or several; an empty one where there are embeddings instead."""
         given = [self.prompt or ""] if isinstance(self.prompt, str | None) else list(self.prompt)
         if not given or not all(isinstance(each, str) for each in given):
-            raise MlxconvError(f"prompt is {self.prompt!r:.80}: a string, or a list of strings")
+            raise ArgumentError(f"prompt is {self.prompt!r:.80}: a string, or a list of strings")
         return given
 
     def recorded(self) -> dict[str, Any]:
@@ -80,7 +81,7 @@ class Options:
     def seeds(self) -> list[list[int]]:
         """The seed of each picture, by prompt."""
         if self.count < 1:
-            raise MlxconvError(f"count is {self.count}: at least 1")
+            raise ArgumentError(f"count is {self.count}: at least 1")
         prompts = len(self.prompts)
         if isinstance(self.seed, Sequence) and not isinstance(self.seed, str):
             return _shared_out([_seed(each) for each in self.seed], prompts, self.count)
@@ -92,7 +93,7 @@ def _shared_out(seeds: list[int], prompts: int, count: int) -> list[list[int]]:
     each = len(seeds) // prompts
     if not seeds or each * prompts != len(seeds) or count not in (1, each):
         pictures = f"{prompts * count} pictures" + (f" of {prompts} prompts" * (prompts > 1))
-        raise MlxconvError(f"{len(seeds)} seeds for {pictures}: give one seed, or one a picture")
+        raise ArgumentError(f"{len(seeds)} seeds for {pictures}: give one seed, or one a picture")
     return [seeds[i : i + each] for i in range(0, len(seeds), each)]
 
 
@@ -103,22 +104,22 @@ def _seed(given: Any) -> int:
     try:
         seed = operator.index(given)
     except TypeError:
-        raise MlxconvError(
+        raise ArgumentError(
             f"seed is {given!r:.80}: an integer, or a torch.Generator on the CPU"
         ) from None
     if seed < 0:
-        raise MlxconvError(f"seed is {seed}: 0 or more")
+        raise ArgumentError(f"seed is {seed}: 0 or more")
     return seed
 
 
 def _seed_of_generator(given: Any) -> int:
     if str(given.device) != "cpu":
-        raise MlxconvError(f"the generator is on {given.device}, whose noise is another: make it "
+        raise ArgumentError(f"the generator is on {given.device}, whose noise is another: make it "
                            "with torch.Generator('cpu'), or pass seed")  # fmt: skip
     seed: int = given.initial_seed()
     fresh = type(given)(device="cpu").manual_seed(seed)
     if not bool((fresh.get_state() == given.get_state()).all()):
-        raise MlxconvError("the generator has drawn numbers before: pass a new one, or seed")
+        raise ArgumentError("the generator has drawn numbers before: pass a new one, or seed")
     return seed
 
 
@@ -197,6 +198,8 @@ def _renamed(
         if name not in known:
             near = difflib.get_close_matches(keyword, [*known, *aliases], n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            if keyword in _INSTEAD and "width" in known:
+                hint = _INSTEAD[keyword]
             raise TypeError(f"unknown keyword {keyword!r}; {hint}")
         if name in renamed:
             other = next(k for k in given if aliases.get(k, k) == name and k != keyword)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from .bundle import default_dtype, fingerprint
-from .errors import MlxconvError
+from .errors import ArgumentError, MlxconvError
 from .files import whole
 from .measuring.machine import described
 
@@ -95,9 +96,9 @@ def summary(records: Sequence[Record]) -> str:
     precision = weights if weights == activations else f"{weights} weights in {activations}"
     shown = ", ".join(map(str, seeds[:4])) + (f" to {seeds[-1]}" if len(seeds) > 4 else "")
     (width, height), device = one["size"], one["device"].partition(":")[0]
-    count = f"{len(records)} pictures of " if records[1:] else ""
+    many = f"{len(records)} pictures of " if records[1:] else ""
     steps = f"{one['steps']} step{'s' * (one['steps'] > 1)}"
-    return (f"{one['bundle']}: {one['pipeline']}, {precision}, {count}{width}x{height}, {steps}, "
+    return (f"{one['bundle']}: {one['pipeline']}, {precision}, {many}{width}x{height}, {steps}, "
             f"seed {shown}, {one['scheduler']}, {device}")  # fmt: skip
 
 
@@ -124,38 +125,44 @@ def _names_folder(out: str | Path) -> bool:
 
 
 def check_target(out: str | Path) -> None:
-    """MlxconvError where no picture can be written there: a folder is missing, or a format."""
+    """ArgumentError where no picture can be written there: a folder is missing, or a format."""
+    if _names_folder(out):
+        _check_parent(Path(out))
+    else:
+        check_file(out, ", or a folder that exists or ends in /")
+
+
+def check_file(out: str | Path, hint: str = "") -> None:
+    """As `check_target`, of a single file."""
     file = Path(out)
-    if not _names_folder(out) and file.suffix.lower() not in FORMATS:
-        raise MlxconvError(f"{file}: give a name that ends in {', '.join(FORMATS)}, or a folder "
-                           "that exists or ends in /")  # fmt: skip
+    if file.is_dir() or file.suffix.lower() not in FORMATS:
+        raise ArgumentError(f"{file}: give a name that ends in {', '.join(FORMATS)}{hint}")
+    _check_parent(file)
+
+
+def _check_parent(file: Path) -> None:
     if not file.parent.is_dir():
-        raise MlxconvError(f"{file}: no folder {file.parent}; make it first")
+        raise ArgumentError(f"{file}: no folder {file.parent}; make it first")
 
 
 def target_names(out: str | Path, records: Sequence[Record]) -> list[Path]:
-    """A file for each picture: `out`, numbered where there are several; in a folder (one that
-    exists or a name with / at its end) a name by its seed that is still free."""
-    folder = Path(out)
-    if not _names_folder(out):
-        if len(records) == 1:
-            return [folder]
-        return [folder.with_stem(f"{folder.stem}-{i}") for i in range(len(records))]
+    """A file for each picture. `out` itself is a single one's; several are named by their seeds,
+    with several prompts by the prompt's number, from 1, and the seed: `NAME-SEED`, `NAME-2-SEED`.
+    In a folder (one that exists or a name with / at its end) there is no NAME, and a name that is
+    taken is not written over: `SEED-1`."""
+    target, into = Path(out), _names_folder(out)
+    if len(records) == 1 and not into:
+        return [target]
     prompts = list(dict.fromkeys(record["prompt"] for record in records))
     taken: list[Path] = []
     for record in records:
         number = f"{prompts.index(record['prompt']) + 1:0{len(str(len(prompts)))}d}-"
         stem = f"{number if prompts[1:] else ''}{record['seed']}"
-        taken.append(_free(folder, stem, taken))
+        first = target / f"{stem}.png" if into else target.with_stem(f"{target.stem}-{stem}")
+        again = (first.with_stem(f"{first.stem}-{i}") for i in count(1))
+        files = chain([first], again)
+        taken.append(next(f for f in files if f not in taken and not (into and f.exists())))
     return taken
-
-
-def _free(folder: Path, stem: str, taken: list[Path]) -> Path:
-    file, again = folder / f"{stem}.png", 0
-    while file.exists() or file in taken:
-        again += 1
-        file = folder / f"{stem}-{again}.png"
-    return file
 
 
 def save(file: Path, image: Image.Image, record: Record | None) -> None:

@@ -15,7 +15,7 @@ from PIL import Image
 from .bundle import open_bundle, read_json
 from .decoders import LinearDecoder, TinyDecoder, find_decoder, standing_in
 from .denoise import Callback, LoopSettings, Noise, Progress, denoise
-from .errors import MlxconvError
+from .errors import ArgumentError, MlxconvError
 from .executor import COMPILE_MODES
 from .families import family_of
 from .families.embeddings import embedded
@@ -65,8 +65,8 @@ class Pictures:
         return [request.seed for request in self.requests]
 
     def save(self, out: str | Path) -> list[Path]:
-        """Write them as `out` (.png, .jpg or .webp; numbered where there are several), or into a
-        folder; each file says how its picture was made."""
+        """Write them as `out` (.png, .jpg or .webp; several with their seeds in the name, see
+        `target_names`), or into a folder; each file says how its picture was made."""
         check_target(out)
         files = target_names(out, self.records)
         for file, image, record in zip(files, self.images, self.records, strict=True):
@@ -100,14 +100,14 @@ class Plan:
 
 
 class Pipeline:
-    """A bundle of a whole pipeline. Text encoders are let go after a prompt unless `keep`."""
+    """A bundle of a whole pipeline. Text encoders are freed after a prompt unless `keep`."""
 
     def __init__(
         self, bundle: str | Path, *, dtype: str | None = None, vae_dtype: str | None = None,
         keep: bool = False, compile: str = "program",
     ) -> None:  # fmt: skip
         if compile not in COMPILE:
-            raise MlxconvError(f"compile={compile!r}: choose one of {', '.join(COMPILE)}")
+            raise ArgumentError(f"compile={compile!r}: choose one of {', '.join(COMPILE)}")
         opened = open_bundle(bundle)
         index = opened.path / "model_index.json"
         name = str(read_json(index).get("_class_name", "")) if index.is_file() else ""
@@ -172,7 +172,7 @@ class Pipeline:
         levels = options.timesteps if options.sigmas is None else options.sigmas
         if levels is not None:
             if steps is not None:
-                raise MlxconvError("give steps, or sigmas or timesteps of your own: one of the two")
+                raise ArgumentError("give steps, or sigmas or timesteps: one of the two")
             steps = len(levels)
         request = Request(
             options.prompts[0], options.width or own.width, options.height or own.height,
@@ -181,7 +181,7 @@ class Pipeline:
         )  # fmt: skip
         _check(request, own, self.family)
         if options.batch < 1:
-            raise MlxconvError(f"batch is {options.batch}: at least 1")
+            raise ArgumentError(f"batch is {options.batch}: at least 1")
         notes = self._without_effect(options, request, against)
         requests = [
             replace(request, prompt=prompt, seed=seed)
@@ -446,17 +446,17 @@ def _again(generators: list[Generator], shape: tuple[int, ...], call: int) -> mx
 
 def _check_prompts(options: Options) -> None:
     if (options.prompt is None) == (options.embeddings is None):
-        raise MlxconvError("pass a prompt, or embeddings instead of it: one of the two")
+        raise ArgumentError("pass a prompt, or embeddings instead of it: one of the two")
     if options.negative is not None and options.negative_embeddings is not None:
-        raise MlxconvError("pass negative, or negative_embeddings instead of it, not both")
+        raise ArgumentError("pass negative, or negative_embeddings instead of it, not both")
     if not isinstance(options.negative, str | None):
-        raise MlxconvError(f"negative is {options.negative!r:.80}: one string, for all prompts")
+        raise ArgumentError(f"negative is {options.negative!r:.80}: one string, for all prompts")
 
 
 def _check(request: Request, own: Defaults, family: Family) -> None:
     for name in ("steps", "width", "height"):
         if getattr(request, name) < 1:
-            raise MlxconvError(f"{name} is {getattr(request, name)}: at least 1")
+            raise ArgumentError(f"{name} is {getattr(request, name)}: at least 1")
     unknown = [name for name in request.conditioning if name not in family.conditioning]
     if unknown:
         raise MlxconvError(f"conditioning {', '.join(unknown)}: this pipeline takes "

@@ -1,7 +1,7 @@
 """Runs an entry by stages: what the prompt and the schedule decide, once; then step after step.
 
-The weights that only the earlier stages read are read from their files when they are reached, and
-let go behind it: the loop holds the others alone (FLUX.1: 72 % of them, Qwen-Image: 66 %).
+The weights that only the earlier stages need are loaded when they are reached, used and freed: the
+loop holds the others alone (FLUX.1: 72 % of them, Qwen-Image: 66 %).
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,7 +2,7 @@
 
 A convolution whose work would not fit is computed strip by strip, each evaluated before the next
 is begun, and attention by parts of its queries. There are no seams to blend: see `strips`. What has
-no rule there is computed whole, as ever, and cut again by the next convolution.
+no rule there is computed whole, and cut again by the next convolution.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from .bundle import LoadedComponent
-from .errors import MlxconvError
+from .errors import ArgumentError
 from .executor import Executor, Lookup, evaluator, observe, under
 from .oplib.products import attention
 from .program import Body
@@ -133,5 +133,5 @@ def work_of(tile: str | int) -> int:
     if tile in ("auto", "off"):
         return DEFAULT_WORK if tile == "auto" else 0
     if not str(tile).isdecimal() or not int(tile):
-        raise MlxconvError(f"tile is {tile!r}: auto, off, or a number of MB, at least 1")
+        raise ArgumentError(f"tile is {tile!r}: auto, off, or a number of MB, at least 1")
     return int(tile) * 1_000_000

@@ -60,8 +60,22 @@ def test_help_explains(name: str, shows: list[str]) -> None:
 
 def test_convert_is_still_a_package() -> None:
     import mlxconv.convert.conversion as module
+    from mlxconv.convert import jobs
 
     assert mlxconv.convert.conversion is module
+    assert mlxconv.convert.jobs is jobs
+
+
+def test_help_on_convert_is_of_the_function_alone() -> None:
+    text = pydoc.plain(pydoc.render_doc(mlxconv.convert))
+    assert "PACKAGE CONTENTS" not in text and "text_encoders" not in text
+    assert inspect.isfunction(mlxconv.convert) and not inspect.ismodule(mlxconv.convert)
+    assert text.count("\n") < 60
+
+
+def test_a_keyword_of_other_interfaces_is_answered_with_ours(pipeline_bundle: Bundles) -> None:
+    with pytest.raises(TypeError, match="unknown keyword 'size'; give width= and height="):
+        mlxconv.load(pipeline_bundle("fp32"))("a cat", size=(64, 64))
 
 
 # ---- convert -------------------------------------------------------------------------------------

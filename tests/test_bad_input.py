@@ -67,10 +67,19 @@ def no_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("mlxconv.convert.jobs.compile_program")
 
 
-def convert_failure(source: Path, tmp_path: Path, *more: str) -> str:
+def usage_error(*arguments: str | Path) -> str:
+    """What a command says of an option's value, which ends it with exit 2."""
+    result = CliRunner().invoke(cli, [*map(str, arguments)])
+    assert result.exit_code == 2, result.output
+    return result.stderr.partition("Error: ")[2]
+
+
+def convert_failure(
+    source: Path, tmp_path: Path, *more: str, says: Callable[..., str] = failure
+) -> str:
     """What converting it says; nothing is left behind."""
     target = tmp_path / "target"
-    message = failure("convert", source, "-o", target / "bundle", *more)
+    message = says("convert", source, "-o", target / "bundle", *more)
     assert not target.exists()
     return message
 
@@ -225,16 +234,17 @@ def test_a_bundle_is_no_source(flux_bundle: Bundles, tmp_path: Path) -> None:
 
 
 def test_an_unknown_precision_lists_those_there_are(flux_checkpoint: Path, tmp_path: Path) -> None:
-    message = convert_failure(flux_checkpoint, tmp_path, "--q", "7bit")
+    message = convert_failure(flux_checkpoint, tmp_path, "--q", "7bit", says=usage_error)
     assert "unknown precision '7bit': expected one of fp32, bf16" in message
+    assert "int8, int4" in message and "FILE.toml" in message
 
 
 @pytest.mark.usefixtures("no_tracing")
 def test_a_missing_policy_file_is_found_before_tracing(
     flux_checkpoint: Path, tmp_path: Path
 ) -> None:
-    message = convert_failure(flux_checkpoint, tmp_path, "--q", "absent.toml")
-    assert "absent.toml: cannot read the precision policy" in message
+    message = convert_failure(flux_checkpoint, tmp_path, "--q", "absent.toml", says=usage_error)
+    assert "absent.toml: no such policy file" in message
 
 
 @pytest.mark.parametrize("option", ["--keep", "--set"])

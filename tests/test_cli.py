@@ -152,6 +152,8 @@ def test_models_of_a_name_are_shown_and_a_single_one_in_full() -> None:
     unknown = CliRunner().invoke(cli, ["models", "FluxTransfomer"])
     assert unknown.exit_code == 1
     assert "(close: FluxTransformer2DModel" in str(unknown.exception)
+    nothing = CliRunner().invoke(cli, ["models", "Nothing"])
+    assert "'Nothing' in its name; derive" in str(nothing.exception)
 
 
 def commands(group: click.Group = cli) -> Iterator[click.Command]:

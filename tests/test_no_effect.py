@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from mlxconv.cli import cli
 from mlxconv.runtime.denoise import LoopSettings
+from mlxconv.runtime.errors import ArgumentError
 from mlxconv.runtime.families import FAMILIES
 from mlxconv.runtime.options import Options
 from mlxconv.runtime.pipeline import Pipeline, load
@@ -84,12 +86,15 @@ def test_options_that_do_not_go_together_are_a_usage_error(command: list[str], s
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--source", "x"], "--source has no effect without --against"),
+        (["--source", "."], "--source has no effect without --against"),
         (["--mflux-python", "x"], "--mflux-python has no effect without --against mflux"),
     ],
 )
 def test_bench_refuses_what_is_for_a_peer(options: list[str], says: str) -> None:
-    result_says(CliRunner().invoke(cli, ["bench", "bundle", *options]), says)
+    options = [sys.executable if option == "x" else option for option in options]
+    result = CliRunner().invoke(cli, ["bench", "bundle", *options])
+    assert isinstance(result.exception, ArgumentError)  # exit 2
+    result_says(result, says)
 
 
 # ---- generate ------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from mlxconv.cli import _reason, cli
+
+from .bundles import change_json
+from .conftest import Bundles
 
 
 def reason(*arguments: str | Path) -> str:
@@ -46,6 +50,35 @@ def test_toml_that_is_none(
     found = reason("convert", flux_checkpoint, "-o", tmp_path / "out", option, file)
     assert "bad.toml" in found
     assert "unexpected" not in found
+
+
+@pytest.mark.parametrize(
+    ("component", "key", "value", "says"),
+    [
+        ("vae", "block_out_channels", 5, "AutoencoderKL .*TypeError: 'int' object is not subs"),
+        ("vae", "act_fn", [0], "AutoencoderKL .*AttributeError: 'list' object has no attribute"),
+        ("transformer", "num_attention_heads", "x", "FluxTransformer2DModel .*TypeError: empty"),
+        ("text_encoder", "num_attention_heads", 0, "CLIPTextModel .*ZeroDivisionError: "),
+        ("text_encoder", "hidden_act", 5, "CLIPTextModel .*Validation error for field 'hidden_act"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["dry run", "convert", "weights only", "verify"])
+def test_whatever_a_constructor_raises_names_file_and_class(
+    command: str, component: str, key: str, value: object, says: str,
+    pipeline_checkpoint: Path, pipeline_bundle: Bundles, tmp_path: Path,
+) -> None:  # fmt: skip
+    source = shutil.copytree(pipeline_checkpoint, tmp_path / "source")
+    change_json(source / component / "config.json", lambda data: {**data, key: value})
+    convert = ["convert", source, "-o", tmp_path / "out", "--component", component]
+    lines = {"dry run": [*convert, "--dry-run"], "weights only": [*convert, "--weights-only"],
+             "convert": convert, "verify": ["verify", pipeline_bundle("fp32"), "--against", source,
+                                            "--component", component]}  # fmt: skip
+    found = reason(*lines[command])
+    assert "unexpected" not in found and "\n" not in found
+    assert f"{source / component}" in found
+    if command != "verify":
+        assert f"{source / component / 'config.json'}: " in found
+        assert re.search(says, found), found
 
 
 def test_a_class_of_no_module() -> None:

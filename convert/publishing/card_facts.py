@@ -25,7 +25,7 @@ _FLOATS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 @dataclass(frozen=True)
 class Sample:
-    """A picture made with the bundle, and how, where its file tells (`mlxconv generate` does)."""
+    """A picture made with the bundle, and how, where its file says so (`mlxconv generate` does)."""
 
     prompt: str | None = None
     steps: int | None = None
@@ -100,7 +100,7 @@ def card_facts(
 
 
 def read_sample(picture: Path) -> Sample:
-    """What a PNG tells of how it was made. MlxconvError when it is not a PNG."""
+    """What a PNG says of how it was made. MlxconvError when it is not a PNG."""
     try:
         with Image.open(picture, formats=["PNG"]) as image:
             size, text = image.size, image.info.get("mlxconv", "{}")

@@ -14,8 +14,8 @@ from ..inspection import inspect
 from ..report import ComponentReport, ConvertReport
 from .licence import licence_of
 from .measured import measure
-from .preflight import Destination, look, prepare
-from .publish import Say, Wishes, facts_of, publish, remote_facts
+from .preflight import Destination, prepare
+from .publish import Say, Wishes, facts_of, looked_at, publish, remote_facts
 from .source_card import Origin, origin_of, published_root, read_source_card
 
 
@@ -33,7 +33,11 @@ def convert_and_publish(
     finished = not dry_run and written_by(out, command)
     if not (dry_run or finished):
         check_target(out, options["force"])
-    destination = check_before_converting(source, options["revision"], wishes, dry_run=dry_run)
+    destination, not_checked = check_before_converting(
+        source, options["revision"], wishes, dry_run=dry_run
+    )
+    if not_checked:
+        say(f"not checked: {not_checked}")
     if finished:
         say(f"{out}: was converted by this same command; going on from there")
         report = finished_report(out)
@@ -41,6 +45,8 @@ def convert_and_publish(
         from ..conversion import convert
 
         report = convert(source, out, q, command=command, **options)
+    if report.warnings:
+        say(report.notes())
     show(report.as_text())
     data = report.as_json()
     if dry_run:
@@ -59,10 +65,10 @@ def convert_and_publish(
 
 def check_before_converting(
     source: str, revision: str | None, wishes: Wishes, *, dry_run: bool = False
-) -> Destination | None:
+) -> tuple[Destination | None, str]:
     """Ask for the licence and prepare the repository: nothing that costs more than seconds.
 
-    With `dry_run` the repository is only looked at; None where there is none.
+    With `dry_run` the repository is only looked at: `looked_at`.
     """
     name = hub_name(source)
     texts: Path | None = None
@@ -78,8 +84,9 @@ def check_before_converting(
         facts = facts_of(read_source_card(folder), origin)
     licence = licence_of(facts, origin, wishes.given, texts)
     if dry_run:
-        return look(wishes.repo, wishes.revision)
-    return prepare(wishes.repo, private=wishes.private, revision=wishes.revision, licence=licence)
+        return looked_at(wishes)
+    ready = prepare(wishes.repo, private=wishes.private, revision=wishes.revision, licence=licence)
+    return ready, ""
 
 
 def written_by(out: Path, command: str) -> bool:

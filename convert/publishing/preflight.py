@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from mlxconv.runtime.bundle import MANIFEST
-from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.errors import ArgumentError, MlxconvError
 from mlxconv.runtime.hub.errors import hub_errors
 from mlxconv.runtime.program import PROGRAM_FILE
 
@@ -59,7 +59,7 @@ def check_repo_id(repo: str) -> str:
     )
     for wrong, why in faults:
         if wrong:
-            raise MlxconvError(f"{repo}: cannot be a repository's name: {why}")
+            raise ArgumentError(f"{repo}: cannot be a repository's name: {why}")
     return repo
 
 

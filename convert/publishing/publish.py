@@ -6,12 +6,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlxconv.runtime.bundle import MANIFEST, Bundle, open_bundle
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.files import format_bytes, whole
 from mlxconv.runtime.hub.download import open_remote
+from mlxconv.runtime.hub.errors import Unreachable
 from mlxconv.runtime.hub.names import HubName
 
 from ..bundle_files import write_json
@@ -31,9 +32,6 @@ from .source_card import (
     origin_of,
 )
 from .upload import Sent, send, state_of
-
-if TYPE_CHECKING:
-    pass
 
 Say = Callable[[str], None]
 
@@ -68,6 +66,7 @@ class UploadReport:
     sent: Sent | None
     deleted: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    not_checked: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """What `upload --json` prints; sizes in bytes."""
@@ -91,6 +90,7 @@ class UploadReport:
             "deleted": list(self.deleted),
             "left_out": self.listing.left_out,
             "notes": list(self.notes),
+            "not_checked": self.not_checked or None,
         }
 
     def as_text(self) -> str:
@@ -104,8 +104,10 @@ class UploadReport:
         lines.append(f"card: {self.card}")
         total = f"{len(self.listing.files)} files, {format_bytes(self.listing.nbytes)}"
         if self.sent is None:
-            there = "" if self.destination else ", which would be created"
+            there = "" if self.destination or self.not_checked else ", which would be created"
             lines.append(f"dry run, nothing was sent: {total} to {self.wishes.repo}{there}")
+            if self.not_checked:
+                lines.append(f"not checked: {self.not_checked}")
         else:
             changed = f"{len(data['changed'])} sent, {format_bytes(data['changed_bytes'])}"
             lines.append(f"{total}: every checksum on the Hub is that of the file here; {changed}")
@@ -123,7 +125,8 @@ def publish(
     """Write the card, check the bundle's files, upload them and prove that they arrived.
 
     `destination` comes from `check_before_converting`, where that was called. MlxconvError says
-    what is committed when it fails.
+    what is committed when it fails. A dry run without network checks what is on this disk, and
+    reports what it could not.
     """
     bundle = open_bundle(path.expanduser().resolve())
     manifest = bundle.manifest
@@ -131,10 +134,13 @@ def publish(
     origin = origin_of(str(manifest["source"]), manifest.get("revision"), base_model)
     facts = facts_of(manifest.get("source_card") or {}, origin, bundle.path)
     licence = licence_of(facts, origin, wishes.given, bundle.path)
-    if destination is None:
-        destination = look(wishes.repo, wishes.revision) if dry_run else prepare(
+    not_checked = ""
+    if destination is None and dry_run:
+        destination, not_checked = looked_at(wishes)
+    elif destination is None:
+        destination = prepare(
             wishes.repo, private=wishes.private, revision=wishes.revision, licence=licence
-        )  # fmt: skip
+        )
     if wishes.against is not None:
         say(measure(bundle.path, wishes.against).as_text())
     measured = _measured(bundle)
@@ -148,13 +154,22 @@ def publish(
     if dry_run:
         stale = state_of(destination, listing).stale if destination else ()
         return UploadReport(
-            wishes, destination, card, licence, measured, listing, None, stale, notes
+            wishes, destination, card, licence, measured, listing, None, stale, notes, not_checked
         )
     assert destination is not None
     sent = send(destination, listing, f"Upload {bundle.path.name} by mlxconv", say)
     return UploadReport(
         wishes, destination, card, licence, measured, listing, sent, sent.deleted, notes
     )
+
+
+def looked_at(wishes: Wishes) -> tuple[Destination | None, str]:
+    """The repository, for a dry run, and what cannot be known of it without network."""
+    try:
+        return look(wishes.repo, wishes.revision), ""
+    except Unreachable as error:
+        return None, (f"whether {wishes.repo} exists and may be written to, which of these files "
+                      f"it has, the token, whether the source is gated ({error})")  # fmt: skip
 
 
 def facts_of(facts: dict[str, Any], origin: Origin, bundle: Path | None = None) -> dict[str, Any]:
@@ -184,7 +199,7 @@ def _measured(bundle: Bundle) -> Measured:
     measured = read_parity(bundle)
     if measured.rows is not None and not measured.passed:
         raise MlxconvError(
-            f"{bundle.path}: did not pass `mlxconv verify`, as its {PARITY_FILE} tells; it is not "
+            f"{bundle.path}: did not pass `mlxconv verify`, as its {PARITY_FILE} says; it is not "
             "published"
         )
     if measured.rows is not None and not covered(measured, bundle.manifest["components"]):
@@ -223,7 +238,7 @@ def _notes(origin: Origin, licence: Licence, measured: Measured) -> tuple[str, .
 def _describe(
     bundle: Bundle, wishes: Wishes, origin: Origin, licence: Licence, measured: Measured
 ) -> Path:
-    """Write what tells people about the bundle: picture, notice, card; returns the card's path.
+    """Write what describes the bundle: picture, notice, card; returns the card's path.
 
     A card without our mark is the user's own and stays.
     """

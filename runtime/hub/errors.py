@@ -19,9 +19,14 @@ from ..errors import MlxconvError
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_TEXT = re.compile(r"No space left on device|Disk quota exceeded|os error (28|122)\b")
 _XET_TEXT = re.compile(r"(?i)\bxet|reconstruction|\bcas\b|task error|data processing|network error")
+_NOBODY = ("ConnectError", "ConnectTimeout", "ProxyError", "UnsupportedProtocol")
 _AGAIN = "run the same command again: files that are complete are kept"
 _LOGIN = "log in by `hf auth login` or set HF_TOKEN"
 _WITHOUT_XET = "HF_HUB_DISABLE_XET=1 goes another way"
+
+
+class Unreachable(MlxconvError):
+    """Nobody answers: no network, or HF_HUB_OFFLINE=1."""
 
 
 @contextmanager
@@ -39,7 +44,7 @@ def hub_errors(repo: str, revision: str | None = None, *, writing: bool = False)
         text = explain(error, repo, revision, writing=writing)
         if text is None:
             raise
-        raise MlxconvError(text) from error
+        raise (Unreachable if _is_unreachable(error) else MlxconvError)(text) from error
 
 
 def explain(
@@ -63,6 +68,14 @@ def is_transient(error: BaseException) -> bool:
     if isinstance(error, RuntimeError) and error.__cause__ is not None:
         return is_transient(error.__cause__)
     return isinstance(error, RuntimeError) and _is_xet(error)
+
+
+def _is_unreachable(error: BaseException) -> bool:
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.OfflineModeIsEnabled) or type(error).__name__ in _NOBODY:
+        return True
+    return error.__cause__ is not None and _is_unreachable(error.__cause__)
 
 
 def is_disk_full(error: BaseException) -> bool:
@@ -122,7 +135,7 @@ class _Explainer:
 
     def _broken(self, error: BaseException) -> str:
         kind = type(error).__name__
-        if kind in ("ConnectError", "ConnectTimeout", "ProxyError", "UnsupportedProtocol"):
+        if kind in _NOBODY:
             from huggingface_hub import constants
 
             return (

@@ -1,4 +1,4 @@
-"""`bench --ablate`: what the field argues about, one change a row, measured side by side.
+"""`bench --ablate`: one change per row, measured side by side.
 
 A round runs every row once, each in a process of its own, and the defaults before, after, and every
 few rows between. A row's ratio is to the defaults' runs on both sides of it, so that a machine that

@@ -1,6 +1,6 @@
 """`bench`: a denoising step, measured: one process a repetition, warm-up apart, medians.
 
-Against a peer, both run the same weights, sizes and precision, turn and turn about.
+Against a peer, both run the same weights, sizes and precision, alternating.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..bundle import default_dtype, is_bundle, open_bundle, program_of, read_json
-from ..errors import MlxconvError
+from ..errors import ArgumentError, MlxconvError
 from ..executor import COMPILE_MODES
 from .examples import Sizes, entry_at
 from .machine import described, environment
@@ -53,17 +53,17 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("steps", "repeat", "batch"):
             if getattr(self, name) < 1:
-                raise MlxconvError(f"{name} is {getattr(self, name)}: at least 1")
+                raise ArgumentError(f"{name} is {getattr(self, name)}: at least 1")
         for name, known in (
             ("compile", COMPILE_MODES), ("guidance", GUIDANCE), ("against", AGAINST),
         ):  # fmt: skip
             if getattr(self, name) not in known:
                 given = getattr(self, name)
-                raise MlxconvError(f"{name}={given!r}: choose one of {', '.join(known)}")
+                raise ArgumentError(f"{name}={given!r}: choose one of {', '.join(known)}")
         if self.source is not None and self.against == "none":
-            raise MlxconvError("--source has no effect without --against")
+            raise ArgumentError("--source has no effect without --against")
         if self.mflux_python is not None and self.against != "mflux":
-            raise MlxconvError("--mflux-python has no effect without --against mflux")
+            raise ArgumentError("--mflux-python has no effect without --against mflux")
 
     def job(self) -> Job:
         """One repetition of it."""
@@ -154,7 +154,17 @@ class BenchReport:
                     else f"outputs differ by {self.rel_l2:.1e} (rel_l2)"
                 )
             )
+            lines += _products_lines(chosen.against, about["machine"])
         return "\n".join(lines)
+
+
+def _products_lines(against: str, machine: dict[str, Any]) -> list[str]:
+    """What multiplies on either side, where that is not the same library: most of a ratio."""
+    x86 = machine["system"].endswith(("x86_64", "AMD64"))
+    if not (against.startswith("diffusers") and machine["device"] == "cpu" and x86):
+        return []
+    ours = "MLX's own code" if machine["blas"] == "mlx" else f"{machine['blas']} in fp32"
+    return [f"on x86 PyTorch multiplies with MKL and oneDNN, MLX with {ours}"]
 
 
 def machine_line(machine: dict[str, Any]) -> str:
@@ -210,7 +220,7 @@ def bench(settings: Settings, say: Say = lambda text: None) -> BenchReport:
 def _alternate(
     settings: Settings, about: dict[str, Any], peer: list[str] | None, folder: Path, say: Say
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Our repetitions and the peer's, turn about."""
+    """Our repetitions and the peer's, alternating."""
     files = {"output": f"{folder}/ours.npy", "inputs": f"{folder}/inputs.npz"}
     runs: list[dict[str, Any]] = []
     peers: list[dict[str, Any]] = []
@@ -281,7 +291,7 @@ def component_facts(bundle: Path, component: str | None) -> tuple[Any, dict[str,
 
 
 def repetition(job: dict[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
-    """One job in a process of its own; `dims` are told where it fails."""
+    """One job in a process of its own; `dims` are named where it fails."""
     try:
         return run_apart([sys.executable, "-m", _WORKER, json.dumps(job)])
     except MlxconvError as error:

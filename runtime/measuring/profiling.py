@@ -343,6 +343,7 @@ def _maxima_lines(rows: list[dict[str, Any]]) -> list[str]:
     beyond = [row for row in rows if row["max_abs"] is None or row["max_abs"] > HALF_MAX]
     told = ["not finite" if (m := row["max_abs"]) is None else f"{m:10.3g}" for row in rows]
     return [
+        "largest absolute value in each block, and the node that it comes from:",
         f"{'block':{width}}{'max abs':>10}  at",
         *(f"{row['name']:{width}}{value}  {row['at']}" for row, value in zip(rows, told)),
         *([f"float16 ends at {HALF_MAX:,.0f}: {len(beyond)} blocks exceed it; use bfloat16 or "

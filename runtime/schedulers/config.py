@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import MlxconvError
+from ..errors import ArgumentError, MlxconvError
 from ..files import read_json
-from .names import EVEN, Named, parsed, spacings, usual_names
+from .names import EVEN, USUAL_NAMES, Named, parsed, spacings, usual_names
 from .table import FOREIGN, SCHEDULERS, Row
 
 CONFIG = "scheduler_config.json"
@@ -79,6 +80,8 @@ def scheduler_of(
         raise MlxconvError(f"{source}: expected a class under _class_name, found {stored!r}")
     options = _public(config)
     family, asked = _family(stored, options), parsed(stored if name is None else name)
+    if name is not None:
+        _check_class(asked)
     name = _fitting(asked.class_for(family), family, source)
     row = SCHEDULERS[name]
     if name != stored:
@@ -126,13 +129,37 @@ def _family(name: str, options: Mapping[str, Any]) -> str:
     return "flow" if flows or shifts else "beta"
 
 
+def check_name(text: str) -> None:
+    """ArgumentError for a name, or an option behind it, that no model's scheduler has."""
+    asked = parsed(text)
+    _check_class(asked)
+    known = {option for row in SCHEDULERS.values() for option in {*row.options} - row.unread}
+    for unknown in sorted(asked.options.keys() - known):
+        near = difflib.get_close_matches(unknown, sorted(known), 3, 0.5)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ArgumentError(f"scheduler {text!r}: no class reads an option {unknown}{hint}")
+
+
+def _check_class(asked: Named) -> None:
+    if asked.solver is None and not any(_ways(asked.class_name)):
+        raise ArgumentError(
+            f"scheduler {asked.text!r} is not known; there are {', '.join(USUAL_NAMES)}, behind "
+            f"which {spacings()} may stand, as in 'DPM++ 2M Karras', and diffusers' class names"
+        )
+
+
+def _ways(name: str) -> tuple[str | None, str | None]:
+    """What a name stands for, on a flow (`euler` is FlowMatchEuler there) and elsewhere."""
+    if name in SCHEDULERS:
+        return name, name
+    short = {_short(known): known for known in SCHEDULERS}
+    return short.get("flowmatch" + _short(name)), short.get(_short(name))
+
+
 def _fitting(name: str, family: str, source: str) -> str:
     """The class, by its full name or without `Scheduler`, `Discrete` and `Multistep`."""
-    short = {_short(known): known for known in SCHEDULERS}
-    ways = [short.get(_short(name))] if name not in SCHEDULERS else [name]
-    if family == "flow" and name not in SCHEDULERS:  # `euler` of a flow is FlowMatchEuler
-        ways = [short.get("flowmatch" + _short(name)), *ways]
-    found = next((way for way in ways if way), None)
+    of_flow, other = _ways(name)
+    found = of_flow or other if family == "flow" else other
     fits = ", ".join([*usual_names(family), *fitting(family)])
     if found is None:
         raise MlxconvError(

@@ -43,6 +43,7 @@ _SOLVERS: dict[str, tuple[Mapping[str, str], dict[str, Any]]] = {
     "TCD": ({"beta": "TCDScheduler"}, {}),
     "SCM": ({"trig": "SCMScheduler"}, {}),
 }  # fmt: skip
+USUAL_NAMES = tuple(_SOLVERS)
 EVEN = "simple"
 # Spacings of noise levels, each as options of a class; which it is, the last of them says.
 _SPACINGS: dict[str, tuple[dict[str, Any], ...]] = {

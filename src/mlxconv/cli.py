@@ -1,8 +1,9 @@
 """The command line: `mlxconv convert | verify | generate | bench | ...`.
 
 Results go to stdout, as text or as one JSON object with `--json`; progress and notes go to stderr.
-Exit 0: success; 1: a clear failure; 2: usage; 130: interrupted. Everything heavy is imported inside
-the command that needs it.
+Exit 0: success; 1: a clear failure; 2: usage, which is what the command line alone shows to be
+wrong (see `parameters`); 130: interrupted. Everything heavy is imported inside the command that
+needs it.
 """
 
 import json
@@ -14,12 +15,13 @@ from collections.abc import Callable
 from contextlib import redirect_stderr
 from functools import wraps
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 import click
 
 from . import __version__
-from .runtime.errors import MlxconvError
+from . import parameters as types
+from .runtime.errors import ArgumentError, MlxconvError
 from .runtime.interrupts import NOT_WAITED_FOR, remember_interrupts
 
 _INTERRUPTED = 130
@@ -86,10 +88,11 @@ def _publishing(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(publishing={name: options.pop(name) for name in names}, **options)
 
     for option in (
-        click.option("--base-model", metavar="NAMESPACE/NAME",
-                     help="Of a local SOURCE: its repository, for the card."),
-        click.option("--license-link", metavar="URL", help="Where its text is."),
-        click.option("--license-name", metavar="NAME", help="Of a licence with the id `other`."),
+        click.option("--base-model", type=types.REPOSITORY,
+                     help="Repository of a local SOURCE, for the card."),
+        click.option("--license-link", type=types.URL, help="URL of the licence text."),
+        click.option("--license-name", metavar="NAME",
+                     help="Name of a licence whose id is `other`."),
         click.option("--license", "license_id", metavar="ID",
                      help="For a source whose card states no licence."),
         click.option("--private", is_flag=True, help="Create the repository as a private one."),
@@ -110,80 +113,39 @@ def _wishes(repo: str, publishing: dict[str, Any], as_json: bool, **more: Any) -
     return Wishes(repo, publishing["private"], given=given, base_model=base_model, **more)
 
 
-class _Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
-    name = "WxH"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, int]:
-        """`1024x768` -> (1024, 768)."""
-        if isinstance(value, tuple):
-            return value
-        width, cross, height = str(value).lower().partition("x")
-        if not (cross and width.isdigit() and height.isdigit() and int(width) and int(height)):
-            self.fail(f"{value!r} is not WIDTHxHEIGHT in pixels, such as 1024x768", param, ctx)
-        return int(width), int(height)
-
-
-class _Float(click.Choice):  # type: ignore[type-arg]
-    short: ClassVar = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-    def __init__(self) -> None:
-        super().__init__([*self.short, *self.short.values()])
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> str:
-        """`bf16` -> bfloat16."""
-        chosen = str(super().convert(value, param, ctx))
-        return self.short.get(chosen, chosen)
-
-    def get_metavar(self, param: Any, ctx: Any = None) -> str:
-        """The short names alone."""
-        return f"[{'|'.join(self.short)}]"
-
-
-class _Setting(click.ParamType):  # type: ignore[type-arg]
-    name = "PATTERN=BITS"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, str]:
-        """`blocks.*.attn.**=8` -> (pattern, bits)."""
-        if isinstance(value, tuple):
-            return value
-        pattern, equals, bits = str(value).rpartition("=")
-        if not (equals and pattern and bits):
-            self.fail(f"{value!r} is not PATTERN=BITS, such as blocks.*.attn.**=8", param, ctx)
-        return pattern, bits
-
-
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="mlxconv")
 def cli() -> None:
     """Convert diffusers models, not only their weights, to MLX, and prove parity."""
+    _quiet()  # before values are read, which may import what it turns down
 
 
 @cli.command()
 @click.argument("source")
-@click.option("-o", "--out", type=click.Path(path_type=Path),
+@click.option("-o", "--out", type=types.FOLDER,
               help="Bundle to write. [default: mlx_model, or --upload-repo's name]")  # fmt: skip
-@click.option("--q", "q", default="bf16", show_default=True, metavar="PRECISION",
+@click.option("--q", "q", default="bf16", show_default=True, type=types.PRECISION,
               help="fp32, bf16, fp16, 8bit (or int8), 6bit, 5bit, 4bit (or int4), 3bit, 2bit, "
               "mxfp8, mxfp4, nvfp4, or a policy FILE.toml.")  # fmt: skip
-@click.option("--group-size", type=int, help="Weights that share a scale: 32, 64 or 128.")
+@click.option("--group-size", type=types.GROUP_SIZE, help="Weights that share a scale.")
 @click.option("--component", "components", multiple=True, metavar="NAME",
               help="Convert only this one (repeat); the rest is copied.")  # fmt: skip
-@click.option("--text-encoder-q", metavar="PRECISION", help="Of text encoders. [default: bf16]")
-@click.option("--vae-q", metavar="PRECISION", help="Of the VAE. [default: bf16]")
+@click.option("--text-encoder-q", type=types.PRECISION,
+              help="Precision of text encoders. [default: bf16]")  # fmt: skip
+@click.option("--vae-q", type=types.PRECISION, help="Precision of the VAE. [default: bf16]")
 @click.option("--keep", multiple=True, metavar="PATTERN",
               help="Modules that stay unquantized: an anchored glob (repeat).")  # fmt: skip
-@click.option("--set", "settings", multiple=True, type=_Setting(), help="Bits of some modules.")
-@click.option("--size", "sizes", multiple=True, type=_Size(),
+@click.option("--set", "settings", multiple=True, type=types.SETTING,
+              help="Bits of the modules that match (repeat).")  # fmt: skip
+@click.option("--size", "sizes", multiple=True, type=types.SIZE,
               help="Image size in pixels, for classes that fix it (repeat).")  # fmt: skip
-@click.option(
-    "--recipe", type=click.Path(path_type=Path, dir_okay=False), help="Recipe to trace by."
-)
-@click.option("--class", "model_class", metavar="MODULE:CLASS",
+@click.option("--recipe", type=types.OLD_FILE, help="Recipe to trace by.")
+@click.option("--class", "model_class", type=types.CLASS,
               help="Class of a single component, from a package of yours.")  # fmt: skip
 @click.option("--method", default="refit", show_default=True,
-              type=click.Choice(["refit", "rtn", "search", "imatrix", "gptq"]),
+              type=click.Choice(["refit", "rtn", "search"]),
               help="How quantized values are chosen.")  # fmt: skip
-@click.option("--target-size", type=float, metavar="GB",
+@click.option("--target-size", type=types.POSITIVE, metavar="GB",
               help="The most precise --q whose bundle is at most this large.")  # fmt: skip
 @click.option("--variant", help="Weight files to read, such as fp16.")
 @click.option("--revision", help="Branch, tag or commit of a Hub SOURCE. [default: main]")
@@ -198,7 +160,7 @@ def cli() -> None:
 @click.option("--dry-run", is_flag=True, help="Decide and report, write nothing.")
 @click.option("--trace", is_flag=True, help="Trace in a dry run too.")
 @click.option("--verify", "verify_after", is_flag=True, help="Verify against SOURCE afterwards.")
-@click.option("--upload-repo", metavar="NAMESPACE/NAME",
+@click.option("--upload-repo", type=types.REPOSITORY,
               help="Verify, and publish there: the repository is checked first.")  # fmt: skip
 @_publishing
 @_common
@@ -212,7 +174,7 @@ def convert(
     SOURCE is a diffusers pipeline folder, one component's folder, or a repository of the Hub:
     ORG/NAME[@REVISION], hf://ORG/NAME[@REVISION][/FOLDER] or the address of its page.
     """
-    _quiet(exact=True)
+    _exact()
     if options["trace"] and not options["dry_run"]:
         raise click.UsageError("--trace belongs to --dry-run: a conversion traces anyway")
     if upload_repo is None and (given := [name for name, value in publishing.items() if value]):
@@ -237,7 +199,7 @@ def convert(
 
         out = out or Path("mlx_model")
         report = run(source, out, q, **options)
-        data, text, note, passed = report.as_json(), report.as_text(), "", True
+        data, text, note, passed = report.as_json(), report.as_text(), report.notes(), True
         if verify_after and not options["dry_run"]:
             from .convert.publishing.measured import measure
 
@@ -250,44 +212,36 @@ def convert(
         raise SystemExit(1)
 
 
-class _Dim(click.ParamType):  # type: ignore[type-arg]
-    name = "NAME=SIZE"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, int]:
-        """`batch=2` -> ("batch", 2)."""
-        if isinstance(value, tuple):
-            return value
-        name, equals, size = str(value).partition("=")
-        if not (equals and name and size.isdigit() and int(size)):
-            self.fail(f"{value!r} is not NAME=SIZE, such as batch=2", param, ctx)
-        return name, int(size)
-
-
 @cli.command()
 @click.argument("bundle")
 @click.option("--against", metavar="SOURCE|BUNDLE",
               help="The checkpoint it came from, or another bundle. [default: the recorded source]")
 @click.option("--component", "components", multiple=True, metavar="NAME", help="Only this one.")
 @click.option("--tier", default="forward", show_default=True,
-              type=click.Choice(["forward", "block", "trajectory", "image"]))  # fmt: skip
-@click.option("--seed", default=0, show_default=True, help="Of the inputs.")
-@click.option("--dtype", type=_Float(),
+              type=click.Choice(["forward", "block", "trajectory", "image"]),
+              help="What is compared: see the README.")  # fmt: skip
+@click.option("--seed", type=types.SEED, default=0, show_default=True,
+              help="Seed of the example inputs.")  # fmt: skip
+@click.option("--dtype", type=types.FLOAT_TYPE,
               help="Precision of the run. [default: the bundle's]")  # fmt: skip
-@click.option("--threshold", type=float, help="Largest rel_l2 that passes.")
-@click.option("--recipe", type=click.Path(path_type=Path, dir_okay=False), help="Recipe to use.")
-@click.option("--class", "model_class", metavar="MODULE:CLASS",
+@click.option("--threshold", type=types.POSITIVE, help="Largest rel_l2 that passes.")
+@click.option("--recipe", type=types.OLD_FILE, help="Recipe to use.")
+@click.option("--class", "model_class", type=types.CLASS,
               help="Class of a single component, from a package of yours.")  # fmt: skip
 @click.option("--stream", is_flag=True, help="Hold one block in memory at a time, on both sides.")
-@click.option("--dim", "dims", multiple=True, type=_Dim(),
+@click.option("--dim", "dims", multiple=True, type=types.DIM,
               help="Size to run at, by the recipe's name for it (repeat).")  # fmt: skip
-@click.option("--prompt", "prompts", multiple=True, help="Of a picture (repeat).")
-@click.option("--steps", type=int, help="Of a picture. [default: 4]")
-@click.option("--size", type=_Size(),
-              help="In pixels. [default: small forwards, the pipeline's pictures]")  # fmt: skip
-@click.option("--guidance", type=float, help="guidance_scale. [default: the pipeline's]")
-@click.option("--tokens", type=click.IntRange(1, 1 << 15),
-              help="max_sequence_length. [default: the pipeline's]")  # fmt: skip
-@click.option("--report", "page", type=click.Path(path_type=Path, dir_okay=False),
+@click.option("--prompt", "prompts", multiple=True, metavar="PROMPT",
+              help="Prompt for the image tiers (repeat).")  # fmt: skip
+@click.option("--steps", type=types.COUNT, help="Steps of the image tiers. [default: 4]")
+@click.option("--size", type=types.SIZE,
+              help="Image size in pixels. [default: small for forwards, else the "
+              "pipeline's]")  # fmt: skip
+@click.option("--guidance", type=types.SCALE,
+              help="guidance_scale of the image tiers. [default: the pipeline's]")  # fmt: skip
+@click.option("--tokens", type=types.TOKENS,
+              help="max_sequence_length of the image tiers. [default: the pipeline's]")  # fmt: skip
+@click.option("--report", "page", type=types.FILE,
               metavar="FILE.html",
               help="Write a page: blocks too, and pictures if SOURCE is a pipeline.")  # fmt: skip
 @_common
@@ -300,7 +254,7 @@ def verify(
     The result is kept in BUNDLE, for `upload`. Two bundles are compared in MLX; only --threshold
     judges them.
     """
-    _quiet(exact=True)
+    _exact()
     from .convert.parity import verify as run
 
     told = (lambda text: None) if as_json and not verbose else say
@@ -320,7 +274,7 @@ def inspect(
     path: str, revision: str | None, program: str | None, tensors: bool, as_json: bool,
     verbose: bool, debug: bool,
 ) -> None:  # fmt: skip
-    """What a checkpoint or a bundle holds, here or on the Hub, read from its files' headers."""
+    """Show what a checkpoint or a bundle holds, here or on the Hub, from its files' headers."""
     from .convert.inspection import inspect as look
 
     if program is not None and (tensors or revision):
@@ -341,12 +295,13 @@ def inspect(
 def _sized(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options of the commands that run a bundle on example inputs."""
     for option in (
-        click.option("--batch", default=1, show_default=True, help="Samples at once."),
-        click.option("--dim", "dims", multiple=True, type=_Dim(),
+        click.option("--batch", type=types.COUNT, default=1, show_default=True,
+                     help="Samples at once."),
+        click.option("--dim", "dims", multiple=True, type=types.DIM,
                      help="Size to run at, by the recipe's name for it (repeat)."),
-        click.option("--size", "pixels", type=_Size(),
+        click.option("--size", "pixels", type=types.SIZE,
                      help="Image size in pixels. [default: 512x512]"),
-        click.option("--dtype", type=_Float(),
+        click.option("--dtype", type=types.FLOAT_TYPE,
                      help="Precision of the run. [default: the bundle's]"),
         click.option("--compile", default="program", show_default=True,
                      type=click.Choice(["off", "block", "program"])),
@@ -358,23 +313,25 @@ def _sized(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @cli.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--steps", type=int, help="Timed steps a repetition. [default: 4; --ablate: 10]")
-@click.option("--repeat", default=3, show_default=True, help="Repetitions, each a process.")
+@click.option("--steps", type=types.COUNT,
+              help="Timed steps per repetition. [default: 4; --ablate: 10]")  # fmt: skip
+@click.option("--repeat", type=types.COUNT, default=3, show_default=True,
+              help="Repetitions, each a process.")  # fmt: skip
 @click.option("--guidance", default="none", show_default=True,
               type=click.Choice(["none", "batched", "sequential"]))  # fmt: skip
 @click.option("--against", default="none", show_default=True,
               type=click.Choice(["none", "diffusers", "diffusers-compiled", "mflux"]),
               help="Run this too, on the same weights, sizes and precision.")  # fmt: skip
-@click.option("--source", type=click.Path(path_type=Path), help="The checkpoint, for --against.")
-@click.option("--mflux-python", metavar="PYTHON", help="Interpreter that has mflux.")
-@click.option("--ablate", is_flag=True, help="What the field argues about, one change a row.")
+@click.option("--source", type=types.OLD_FOLDER, help="The checkpoint, for --against.")
+@click.option("--mflux-python", type=types.PROGRAM, help="Python interpreter that has mflux.")
+@click.option("--ablate", is_flag=True, help="Ablation table: one change per row.")
 @_sized
 @_common
 def bench(
     bundle: Path, steps: int | None, dims: tuple[tuple[str, int], ...], ablate: bool,
     as_json: bool, verbose: bool, debug: bool, **options: Any,
 ) -> None:  # fmt: skip
-    """How long a denoising step of BUNDLE takes, beside its memory and a peer's."""
+    """Measure a denoising step of BUNDLE: its time and memory, beside a peer's if asked."""
     from .runtime.measuring.bench import Settings
     from .runtime.measuring.bench import bench as run
 
@@ -393,14 +350,14 @@ def bench(
 
 @cli.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--steps", default=4, show_default=True, help="Steps of the loop.")
+@click.option("--steps", type=types.COUNT, default=4, show_default=True, help="Steps of the loop.")
 @_sized
 @_common
 def profile(
     bundle: Path, dims: tuple[tuple[str, int], ...], as_json: bool, verbose: bool, debug: bool,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Where a generation's time goes: its phases; inside a step, blocks and ops."""
+    """Show where a generation's time goes: its phases; inside a step, blocks and ops."""
     from .runtime.measuring.bench import Settings
     from .runtime.measuring.profiling import profile as run
 
@@ -411,35 +368,22 @@ def profile(
 @cli.command("add-size")
 @click.argument("bundle")
 @click.option("--component", default="transformer", show_default=True, metavar="NAME")
-@click.option("--size", "sizes", multiple=True, type=_Size(), help="In pixels (repeat).")
-@click.option("--dim", "dims", multiple=True, type=_Dim(),
+@click.option("--size", "sizes", multiple=True, type=types.SIZE,
+              help="Image size in pixels (repeat).")  # fmt: skip
+@click.option("--dim", "dims", multiple=True, type=types.DIM,
               help="A fixed dim, by the recipe's name for it (repeat).")  # fmt: skip
 @_common
 def add_size(
     bundle: str, component: str, sizes: tuple[tuple[int, int], ...],
     dims: tuple[tuple[str, int], ...], as_json: bool, verbose: bool, debug: bool,
 ) -> None:  # fmt: skip
-    """Add a size to BUNDLE, for classes that fix theirs: a program more, the weights untouched."""
-    _quiet()
+    """Add a size to BUNDLE, for classes that fix theirs; the weights stay as they are."""
     if not sizes and not dims:
         raise click.UsageError("give --size WxH or --dim NAME=SIZE")
     from .convert.resize import add_sizes
 
     have = add_sizes(bundle, component, sizes, dict(dims))
     _emit(as_json, {"bundle": bundle, "component": component, "sizes": have}, f"sizes: {have}")
-
-
-class _Numbers(click.ParamType):  # type: ignore[type-arg]
-    name = "N,N,..."
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[float, ...]:
-        """`1.0,0.7,0.3` -> numbers."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(float(item) for item in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not numbers with commas between, as 1.0,0.7", param, ctx)
 
 
 def _lines(file: TextIO) -> list[str]:
@@ -455,59 +399,62 @@ def _lines(file: TextIO) -> list[str]:
 @cli.command()
 @click.argument("bundle")
 @click.argument("prompt", required=False)
-@click.option("-o", "--out", required=True, metavar="FILE|FOLDER",
-              help="Picture to write: .png, .jpg or .webp, numbered if there are several; or a "
-              "folder, where files are named by seed.")  # fmt: skip
+@click.option("-o", "--out", required=True, type=types.PICTURE,
+              help="File (.png, .jpg, .webp) or folder to write to. Several pictures are named "
+              "NAME-SEED.png, of several prompts NAME-1-SEED.png; in a folder without "
+              "NAME.")  # fmt: skip
 @click.option("--prompts", type=click.File(encoding="utf-8-sig"), metavar="FILE",
               help="Prompts, one per line; - reads stdin.")  # fmt: skip
-@click.option("--like", type=click.Path(path_type=Path, dir_okay=False, exists=True),
+@click.option("--like", type=types.OLD_FILE,
               metavar="PICTURE",
               help="Use the settings stored in a picture; options override them.")  # fmt: skip
-@click.option("--steps", type=int, help="[default: the pipeline's]")
-@click.option("--guidance", type=float,
+@click.option("--steps", type=types.COUNT, help="Denoising steps. [default: the pipeline's]")
+@click.option("--guidance", type=types.SCALE,
               help="The pipeline's guidance_scale. [default: the pipeline's]")  # fmt: skip
 @click.option("--negative", metavar="PROMPT", help="Negative prompt.")
-@click.option("--cfg", type=float,
+@click.option("--cfg", type=types.SCALE,
               help="Scale of true guidance, of FLUX.1 and Qwen-Image. "
               "[default: 4 with --negative]")  # fmt: skip
-@click.option("--cfg-end", type=float,
+@click.option("--cfg-end", type=types.SHARE,
               help="Part of the schedule after which the negative prompt is not read. "
               "[default: 1.0]")  # fmt: skip
-@click.option("--size", type=_Size(), help="In pixels. [default: the checkpoint's]")
-@click.option("--seed", "seeds", type=int, multiple=True,
+@click.option("--size", type=types.SIZE, help="Image size in pixels. [default: the checkpoint's]")
+@click.option("--seed", "seeds", type=types.SEED, multiple=True,
               help="Seed of the noise (repeat for more pictures). [default: random]")  # fmt: skip
-@click.option("--batch", type=int, default=1, show_default=True,
+@click.option("--batch", type=types.COUNT, default=1, show_default=True,
               help="Pictures of a prompt to compute at once.")  # fmt: skip
-@click.option("--count", type=int, default=1, show_default=True,
+@click.option("--count", type=types.COUNT, default=1, show_default=True,
               help="Pictures per prompt, with seeds counting up from --seed.")  # fmt: skip
-@click.option("--tokens", type=click.IntRange(1, 1 << 15),
-              help="Of the longest text encoder. [default: the pipeline's]")  # fmt: skip
-@click.option("--scheduler", metavar="NAME",
+@click.option("--tokens", type=types.TOKENS,
+              help="Tokens that the longest text encoder reads. "
+              "[default: the pipeline's]")  # fmt: skip
+@click.option("--scheduler", type=types.SCHEDULER,
               help="Instead of the checkpoint's: a class, or a name such as 'DPM++ 2M Karras'; "
               "NAME:option=value,... sets options.")  # fmt: skip
-@click.option("--sigmas", type=_Numbers(), help="A schedule of your own: falling noise levels.")
-@click.option("--timesteps", type=_Numbers(), help="The same, as timesteps.")
-@click.option("--decoder", metavar="tiny|PATH",
+@click.option("--sigmas", type=types.NUMBERS, help="A schedule of your own: falling noise levels.")
+@click.option("--timesteps", type=types.NUMBERS, help="The same, as timesteps.")
+@click.option("--decoder", type=types.DECODER,
               help="A tiny autoencoder instead of the VAE: the bundle's tiny_vae, or a converted "
               "one.")  # fmt: skip
-@click.option("--tile", default="auto", show_default=True, metavar="auto|off|MB",
+@click.option("--tile", default="auto", show_default=True, type=types.TILE,
               help="Decode large pictures in strips of rows, of so many MB at once.")  # fmt: skip
-@click.option("--preview", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+@click.option("--preview", type=types.PICTURE_FILE,
               help="Write the picture that each step predicts.")  # fmt: skip
 @click.option("--warmup", is_flag=True, help="Make a picture of one step before, untimed.")
 @click.option("--compile", default="program", show_default=True,
               type=click.Choice(["off", "block", "program", "all"]),
               help="Compile the denoiser's step as a whole, by blocks, or not; all: also the text "
               "encoders and the VAE.")  # fmt: skip
-@click.option("--evaluate-every", type=int, default=1, show_default=True, metavar="STEPS",
-              help="Steps between evaluations; 0: once, at the end.")  # fmt: skip
-@click.option("--clear-cache-every", type=int, default=0, show_default=True, metavar="STEPS",
+@click.option("--evaluate-every", type=types.FROM_ZERO, default=1, show_default=True,
+              metavar="STEPS", help="Steps between evaluations; 0: once, at the end.")  # fmt: skip
+@click.option("--clear-cache-every", type=types.FROM_ZERO, default=0, show_default=True,
+              metavar="STEPS",
               help="Steps between returns of cached buffers to the system; 0: never.")  # fmt: skip
 @click.option("--check/--no-check", default=True, show_default=True,
               help="Fail at the first step that gives NaN or infinity.")  # fmt: skip
-@click.option("--dtype", type=_Float(),
+@click.option("--dtype", type=types.FLOAT_TYPE,
               help="Precision of the run. [default: the bundle's]")  # fmt: skip
-@click.option("--vae-dtype", type=_Float(),
+@click.option("--vae-dtype", type=types.FLOAT_TYPE,
               help="Precision of the decoder. [default: float32 instead of bfloat16]")  # fmt: skip
 @_common
 def generate(
@@ -519,7 +466,6 @@ def generate(
     The noise of a seed is PyTorch's own. The path of each picture is printed on stdout, and each
     file stores the settings that made it.
     """
-    _quiet()
     if prompt is None and prompts is None and options["like"] is None:
         raise click.UsageError("give a PROMPT, --prompts FILE or --like PICTURE")
     if prompt is not None and prompts is not None:
@@ -546,12 +492,13 @@ def generate(
 
 @cli.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.argument("repo")
+@click.argument("repo", type=types.REPOSITORY)
 @click.option("--revision", metavar="BRANCH", help="Branch to upload to. [default: main]")
-@click.option("--picture", type=click.Path(path_type=Path, dir_okay=False, exists=True),
+@click.option("--picture", type=types.OLD_FILE,
               metavar="PNG", help="A picture made with BUNDLE, for its card.")  # fmt: skip
 @click.option("--against", metavar="SOURCE", help="Verify against it first, for the card.")
-@click.option("--dry-run", is_flag=True, help="Write the card, list the files, send nothing.")
+@click.option("--dry-run", is_flag=True,
+              help="Write the card, list the files, send nothing; works offline.")  # fmt: skip
 @_publishing
 @_common
 def upload(
@@ -559,7 +506,7 @@ def upload(
     verbose: bool, debug: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Publish BUNDLE as REPO on the Hub, with a card; done when every checksum there agrees."""
-    _quiet(exact=True)
+    _exact()
     from .convert.publishing.publish import publish
 
     wishes = _wishes(repo, publishing, as_json, **options)
@@ -574,9 +521,9 @@ def recipe() -> None:
 
 @recipe.command("new")
 @click.argument("class_name", metavar="CLASS")
-@click.option("--config", type=click.Path(path_type=Path), metavar="FILE",
+@click.option("--config", type=types.OLD_PATH, metavar="FILE",
               help="config.json to derive it at. [default: the constructor's]")  # fmt: skip
-@click.option("-o", "--out", type=click.Path(path_type=Path, dir_okay=False),
+@click.option("-o", "--out", type=types.FILE,
               help="Write it here. [default: print it]")  # fmt: skip
 @click.option("--derive", is_flag=True, help="Derive one even if mlxconv ships one.")
 @click.option("--force", is_flag=True, help="Replace an existing file.")
@@ -589,7 +536,6 @@ def recipe_new(
 
     CLASS is a class of diffusers or transformers, or package.module:Class.
     """
-    _quiet()
     from .convert.recipe import recipe_names
 
     if not derive and class_name in recipe_names():
@@ -619,7 +565,7 @@ def recipe_new(
 def models(
     name: str | None, markdown: bool, as_json: bool, verbose: bool, debug: bool
 ) -> None:  # fmt: skip
-    """Every supported class, its recipe, and the parity measured for it in this version.
+    """List every supported class, its recipe, and the parity measured in this version.
 
     NAME selects classes and pipelines by a part of their name; a single one is shown in full.
     """
@@ -635,18 +581,13 @@ def models(
 
 
 @cli.command()
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Keep the bundles here.")
-@click.option(
-    "--prompts",
-    type=int,
-    default=24,
-    show_default=True,
-    help="Prompts that the pictures are counted on.",
-)
+@click.option("-o", "--out", type=types.FOLDER, help="Keep the bundles here.")
+@click.option("--prompts", type=types.UP_TO_200, default=24, show_default=True,
+              help="Prompts that the pictures are counted on.")  # fmt: skip
 @_common
 def demo(out: Path | None, prompts: int, as_json: bool, verbose: bool, debug: bool) -> None:
-    """The main job on a tiny trained FLUX.1, offline: convert, verify, generate, compare."""
-    _quiet(exact=True)
+    """Convert, verify, generate and compare with a tiny trained FLUX.1, offline."""
+    _exact()
     from .convert.demo import demo as run
 
     report = run(out, say if verbose or not as_json else lambda text: None, prompts)
@@ -655,16 +596,19 @@ def demo(out: Path | None, prompts: int, as_json: bool, verbose: bool, debug: bo
         raise SystemExit(1)
 
 
-def _quiet(*, exact: bool = False) -> None:
-    """Turn libraries' messages down. exact: fp32 products in full precision, whatever the user set:
-    for what is compared with PyTorch. Elsewhere MLX's own setting holds (MLX_ENABLE_TF32)."""
+def _quiet() -> None:
+    """Turn libraries' messages down."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
         for bars in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
             os.environ.setdefault(bars, "1")
-    if exact:
-        os.environ["MLX_ENABLE_TF32"] = "0"
+
+
+def _exact() -> None:
+    """fp32 products in full precision, whatever the user set: for what is compared with PyTorch.
+    Elsewhere MLX's own setting holds."""
+    os.environ["MLX_ENABLE_TF32"] = "0"
 
 
 def main() -> None:
@@ -689,7 +633,7 @@ def main() -> None:
         from .convert.publishing.redaction import without_token
 
         say(f"error: {without_token(_reason(error))}")
-        raise SystemExit(1) from None
+        raise SystemExit(2 if isinstance(error, ArgumentError) else 1) from None
 
 
 def _leave(code: int, before: set[threading.Thread]) -> NoReturn:

@@ -13,14 +13,15 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+import transformers
 from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
 from mlxconv.cli import cli
 from mlxconv.convert.conversion import convert
 from mlxconv.convert.measure import tiny_checkpoint
-from mlxconv.convert.model_class import constructor_config
-from mlxconv.convert.recipe import load_recipe
+from mlxconv.convert.model_class import constructor_config, find_class, unknown_keys
+from mlxconv.convert.recipe import Recipe, all_recipes, load_recipe
 from mlxconv.runtime.errors import MlxconvError
 
 from ..bundles import change_json
@@ -119,6 +120,44 @@ def test_a_key_of_a_newer_diffusers_is_refused() -> None:
     assert kept["in_channels"] == 16
 
 
+CLIP = {"hidden_size": 64, "rope_scale": 2.0, "dropout": 0.1, "output_past": True, "top_k": 50}
+
+
+def test_a_key_that_a_transformers_class_does_not_have_is_named() -> None:
+    """Not what its source reads beside its fields (dropout), nor settings of generation (top_k)."""
+    found = unknown_keys(transformers.CLIPTextModel, CLIP)
+    assert found == {"rope_scale": 2.0, "output_past": True}
+    parts = {"text_config": {"rope_scale": 2.0}, "vision_config": {"in_chans": 3}, "rope_theta": 1}
+    assert unknown_keys(transformers.Qwen2_5_VLForConditionalGeneration, parts) == {
+        "text_config.rope_scale": 2.0, "vision_config.in_chans": 3,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", [r for r in all_recipes().values() if r.library != "diffusers"],
+                         ids=lambda recipe: recipe.class_name)  # fmt: skip
+def test_what_a_transformers_class_reads_is_known(recipe: Recipe) -> None:
+    cls = find_class(recipe.library, recipe.class_name, Path("here"))
+    for variant in (None, *recipe.tiny_variants):
+        assert unknown_keys(cls, recipe.tiny_config(variant)) == {}
+
+
+@pytest.mark.parametrize("version", ["99.1.0", "4.0.0"])
+def test_a_key_of_a_newer_transformers_is_refused_and_of_an_older_named(
+    version: str, tmp_path: Path
+) -> None:
+    source = tiny_checkpoint(load_recipe("CLIPTextModel"), None, tmp_path / "clip")
+    added = {"rope_scale": 2.0, "transformers_version": version}
+    change_json(source / "config.json", lambda data: {**data, **added})
+    if version == "4.0.0":
+        report = convert(source, tmp_path / "out", dry_run=True)
+        assert [text.split(";")[0] for text in report.warnings] == [
+            "clip: CLIPTextModel does not take rope_scale of its config.json"
+        ]
+        return
+    with pytest.raises(MlxconvError, match=r"transformers 99.1.0, .* know rope_scale = 2.0; upgr"):
+        convert(source, tmp_path / "out", dry_run=True)
+
+
 @pytest.mark.parametrize("version", ["0.1.0", None, "no version"])
 def test_a_key_that_nobody_knows_is_named(version: str | None, tmp_path: Path) -> None:
     source = tiny_checkpoint(load_recipe("AutoencoderTiny"), None, tmp_path / "source")
@@ -127,4 +166,4 @@ def test_a_key_that_nobody_knows_is_named(version: str | None, tmp_path: Path) -
     report = convert(source, tmp_path / "out", weights_only=True, dry_run=True)
     said = "vae: AutoencoderTiny does not take rope_scale of its config.json"  # and no other key
     assert [text.startswith(said) for text in report.warnings] == [True]
-    assert f"warning: {said}" in report.as_text()
+    assert report.notes().startswith(f"warning: {said}")

@@ -202,7 +202,7 @@ def test_a_module_of_more_layers_than_any_model_is_not_built(monkeypatch):
     """In time: a parameter takes 0.3 ms, and 20,000 are allowed."""
     monkeypatch.setattr("mlxconv.convert.fake_module.MAX_PARAMETERS", 500)
     config = {**load_recipe("FluxTransformer2DModel").tiny_config(None), "num_layers": 10**7}
-    with pytest.raises(MlxconvError, match="cannot be built: its configuration asks for more than"):
+    with pytest.raises(MlxconvError, match="configuration asks for more than"):
         build_module(diffusers.FluxTransformer2DModel, config)
 
 
@@ -331,7 +331,7 @@ def test_a_size_that_the_class_builds_in_is_reported():
 
 
 def test_a_configuration_that_does_not_fit_is_named():
-    with pytest.raises(MlxconvError, match=r"Counting cannot be built from its configuration"):
+    with pytest.raises(MlxconvError, match=r"Counting cannot be built from it"):
         trace(Counting, {"wide": 4}, _recipe_of(Counting))
 
 

@@ -94,6 +94,10 @@ def test_two_bundles_are_compared_and_judged_only_when_asked(flux_bundle: Bundle
     assert same["rel_l2"] == 0
     text = CliRunner().invoke(cli, ["verify", str(coarse), "--against", str(exact)]).stdout
     assert text.endswith("compared; --threshold REL_L2 judges\n")
+    assert "both ran in float32, so that they differ by their weights alone (--dtype)" in text
+    _, half = verified(coarse, "--against", exact, "--dtype", "bf16")
+    assert half["notes"][0].startswith("both ran in bfloat16")
+    assert half["tiers"][0]["reference"] == "fp32 (float32), bfloat16 MLX"
 
 
 def test_a_bundle_is_no_reference_for_pictures(flux_bundle: Bundles) -> None:

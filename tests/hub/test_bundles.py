@@ -64,5 +64,8 @@ def test_a_component_by_the_id_of_its_bundle(
     lost = run("acme/made", "vae", env={**env, "HF_HUB_OFFLINE": "1"}, program=LOAD)
     assert "acme/made: is not whole in the local cache" in lost.err, lost.err
     assert "which component? It has" in run("acme/made", env=env, program=LOAD).err
+    beside = run("verify", flux_bundle("fp32"), "--against", "acme/made", "--json", env=env)
+    (row,) = json.loads(beside.out)["tiers"]
+    assert 1e-3 < row["rel_l2"] < 0.5 and row["note"] == "not judged"
     wrong = run("convert", "acme/made", "-o", tmp_path / "out", "--dry-run", env=env)
     assert "acme/made: is an mlxconv bundle, already converted" in wrong.error

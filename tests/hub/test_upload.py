@@ -94,6 +94,25 @@ def test_a_dry_run_sends_nothing(hub: Hub, bundle: Path, env: Env) -> None:
     assert REPO not in hub.repos
 
 
+@pytest.mark.parametrize("how", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
+def test_a_dry_run_without_network_does_what_needs_none(
+    how: dict[str, str], bundle: Path, env: Env
+) -> None:
+    done = run("upload", bundle, REPO, "--dry-run", env={**env, **how})
+    assert done.code == 0, done.err
+    *files, card, total, unchecked = done.out.splitlines()
+    assert len(files) == len(contents(bundle)) and any("model.safetensors" in f or "00002" in f
+                                                       for f in files)  # fmt: skip
+    assert Path(card.removeprefix("card: ")).read_text().count("apache-2.0")
+    assert total.endswith(f"to {REPO}")  # and not "which would be created"
+    assert unchecked.startswith(f"not checked: whether {REPO} exists and may be written to, ")
+    data = json.loads(run("upload", bundle, REPO, "--dry-run", "--json", env={**env, **how}).out)
+    assert data["not_checked"] and data["license"] == {"license": "apache-2.0"}
+    without = make_bundle(bundle.with_name("bare"), source_card={}, source="/a/folder")
+    refused = run("upload", without, REPO, "--dry-run", env={**env, **how})
+    assert refused.code == 1 and "give the licence it is under by --license ID" in refused.err
+
+
 def test_a_dry_run_lists_what_would_be_deleted(hub: Hub, bundle: Path, env: Env) -> None:
     assert run("upload", bundle, REPO, env=env).code == 0
     before = hub.repos[REPO].head

@@ -74,7 +74,7 @@ def test_what_can_be_refused_is_refused_before_the_conversion(
     repo = "tester/a--b" if change == "repo" else REPO
     out = tmp_path / "out"
     done = run("convert", source, "-o", out, "--upload-repo", repo, *options, env=env)
-    assert done.code == 1 and told in done.error
+    assert done.code == (2 if change == "repo" else 1) and told in done.err
     assert not out.exists() and repo not in hub.repos
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import diffusers
 import pytest
 
-from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.errors import ArgumentError, MlxconvError
 from mlxconv.runtime.schedulers import (
     calculate_shift,
     fitting,
@@ -20,6 +20,7 @@ from mlxconv.runtime.schedulers import (
     shift_for,
     with_class,
 )
+from mlxconv.runtime.schedulers.config import check_name
 from mlxconv.runtime.schedulers.options import RISING
 from mlxconv.runtime.schedulers.table import SCHEDULERS
 
@@ -132,7 +133,7 @@ def test_of_a_flow_short_names_are_its_own_classes() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("foo karras", "foo is not supported; those that fit: Euler, .*; behind a name may stand"),
+        ("foo karras", r"'foo karras' is not known; there are Euler, .*, behind which karras"),
         ("ddim:eta", "'eta' is not option=value"),
         ("DPM++ 2M:order=2", "reads no option order; it reads: algorithm_type"),
         ("DPM++ 2M:solver_order=7", "solver_order 7 is not supported; supported: 1, 2, 3"),
@@ -143,6 +144,12 @@ def test_of_a_flow_short_names_are_its_own_classes() -> None:
 def test_a_name_that_is_none_says_which_there_are(text: str, says: str) -> None:
     with pytest.raises(MlxconvError, match=says):
         with_class(scheduler_of(SD15), text)
+
+
+def test_an_option_that_no_class_has_names_the_nearest() -> None:
+    with pytest.raises(ArgumentError, match="no class reads an option order; did you mean solver_"):
+        check_name("DPM++ 2M:order=2")
+    check_name("FlowMatchEuler:shift=2")
 
 
 def test_options_of_other_classes_are_listed_as_unused() -> None:

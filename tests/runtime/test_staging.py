@@ -1,4 +1,4 @@
-"""An entry by stages: the same results, the weights of the early stages let go."""
+"""An entry by stages: the same results, the weights of the early stages freed."""
 
 from __future__ import annotations
 

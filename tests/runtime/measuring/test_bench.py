@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,11 @@ def test_diffusers_gives_the_same_on_the_same_inputs(
     assert found.rel_l2 < 1e-4
     assert found.peer is not None
     assert found.peer.step > 0
+    about = {**found.about, "machine": {**found.about["machine"], "system": "Linux 6 x86_64"}}
+    said = "on x86 PyTorch multiplies with MKL and oneDNN, MLX with "
+    assert said in replace(found, about=about).as_text()
+    about["machine"]["system"] = "Darwin 25 arm64"
+    assert said not in replace(found, about=about).as_text()
 
 
 def test_compiled_diffusers_is_a_baseline_too(

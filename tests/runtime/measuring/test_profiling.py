@@ -77,6 +77,7 @@ def test_components_that_are_missing_are_said(flux_bundle: Bundles) -> None:
     about = {"class": "Flux", "dtype": "float32", "dims": {}, "machine": MACHINE}
     text = ProfileReport(settings, about, figures).as_text()
     assert "left out: decode: no VAE in the bundle" in text
+    assert "largest absolute value in each block, and the node that it comes from:\nblock" in text
 
 
 MACHINE = {
