@@ -31,8 +31,8 @@ from .pipeline import Pictures, load
 
 PHASES = ("load", "warmup", "encode", "prepare", "first_step", "steps", "preview", "decode")
 _UNITS = {"encode": "prompt", "steps": "step", "decode": "picture"}
-COMPILING = ("MLX is compiling kernels for the CPU: up to half a minute, once; later runs of this "
-              "program load them")  # fmt: skip
+COMPILING = ("MLX is compiling kernels for the CPU, which can take a minute; later runs of this "
+             "program load them")  # fmt: skip
 _PAUSE = 10.0  # seconds between lines of a phase
 
 
