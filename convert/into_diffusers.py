@@ -28,20 +28,18 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
-from mlxconv.runtime.binding import at
 from mlxconv.runtime.bundle import LoadedComponent, load_component, open_bundle
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.options import several
-from mlxconv.runtime.program import PROGRAM_FILE, Entry
-from mlxconv.runtime.staging import Begun, Staged
+from mlxconv.runtime.program import PROGRAM_FILE
 
-from .arrays import mlx_to_torch, torch_to_mlx
+from .arrays import mlx_to_torch
 from .bundle_parameters import CHANGE_FIRST, StoredWeights, give_to_bundle, named_tensors
 from .fake_module import Untouchable
-from .on_demand import trace_when_called
 from .pipeline_match import check_same_model, refuse_adapters
 from .posteriors import register_posteriors
-from .recipe import ProgramRecipe, Recipe, bundle_recipe, evaluate, place
+from .recipe import Recipe, bundle_recipe
+from .ways import Model, Way
 
 _NEEDS_DATA = (
     DataDependentOutputException,
@@ -103,7 +101,7 @@ def _replace(
     register_posteriors(module)
     if getattr(getattr(module, "config", None), "force_upcast", False):
         dtype = dtype or "float32"  # the class overflows in half precision, says its configuration
-    model = _Model(loaded.path, recipe, shell.dtype, dtype, compile, local)
+    model = Model(loaded.path, recipe, shell.dtype, dtype, compile, local)
     for method in dict.fromkeys(recipe.program(entry).method for entry in loaded.entries):
         bridge = _Bridge(shell, model, method, *_method_of(module, method))
         object.__setattr__(bridge.owner, bridge.name, bridge)
@@ -190,120 +188,11 @@ def _parts(module: nn.Module) -> dict[str, type]:
 
 
 @dataclass
-class _Way:
-    """One of a method's programs, and what its last prompts decided: guidance has two in turn."""
-
-    staged: Staged
-    program: ProgramRecipe
-    begun: list[tuple[list[Any], Begun]] = field(default_factory=list)
-
-    @property
-    def names(self) -> set[str]:
-        """The arguments that it knows."""
-        entry = self.staged.component.program.entry(self.staged.name)
-        return {i.path.split(".")[0] for i in entry.inputs} | set(self.program.arguments)
-
-    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Without flags that choose what is returned, which the method's own result is checked for;
-        a mask that is not passed is all ones."""
-        taken = {k: v for k, v in given.items() if not k.startswith(_CHOOSES_OUTPUT)}
-        sizes = self._sizes(taken)
-        for name, spec in self.program.inputs.items():
-            if spec.mask is not None and name not in taken and name in self.names:
-                shape = tuple(int(evaluate(size, sizes)) for size in spec.shape)
-                kinds = {"bool": torch.bool, "int64": torch.int64}
-                ones = torch.ones(shape, dtype=kinds.get(spec.dtype, torch.float32))
-                place(taken, spec.path, ones)
-        return taken
-
-    def _sizes(self, given: Mapping[str, Any]) -> dict[str, int]:
-        """Dims that a given tensor has as a size of its own."""
-        return {
-            size: given[name].shape[axis]
-            for name, spec in self.program.inputs.items()
-            if isinstance(given.get(name), torch.Tensor)
-            for axis, size in enumerate(spec.shape)
-            if isinstance(size, str) and size.isidentifier()
-        }
-
-    def run(self, given: Mapping[str, Any]) -> list[mx.array]:
-        """The outputs. What the prompt decides is kept while the same tensors come."""
-        inputs = torch_to_mlx(given)
-        entry = self.staged.entry_for(inputs)
-        begun = self._begin(entry, given, inputs)
-        rows = {i.path: at(inputs, i.path)[None] for i in entry.inputs if i.stage == "schedule"}
-        output = begun.at(rows)(0, **inputs)
-        return list(output) if isinstance(output, tuple) else [output]
-
-    def _begin(self, entry: Entry, given: Mapping[str, Any], inputs: dict[str, Any]) -> Begun:
-        decided = _decided_by(entry, given)
-        for kept, begun in self.begun:
-            if _identical(kept, decided):
-                return begun
-        begun = self.staged.begin(inputs)
-        self.begun = [(decided, begun), *self.begun[: _KEPT - 1]]
-        return begun
-
-
-_KEPT = 2
-_CHOOSES_OUTPUT = ("output_", "return_", "use_cache")  # as diffusers and transformers name them
-
-
-def _decided_by(entry: Entry, given: Mapping[str, Any]) -> list[Any]:
-    """What kept results depend on: the prompt's tensors themselves, and the others' shapes."""
-    moving = {i.path.split(".")[0] for i in entry.inputs if i.stage in ("step", "schedule")}
-    found: list[Any] = [id(entry)]
-    for name, value in given.items():
-        for leaf in pytree.tree_leaves(value):
-            if not isinstance(leaf, torch.Tensor):
-                found.append((name, leaf))
-            elif name in moving:
-                found.append((name, tuple(leaf.shape)))
-            else:
-                found.append((name, leaf, leaf._version))
-    return found
-
-
-@dataclass
-class _Model:
-    """A component's programs, loaded in the precision that is asked for."""
-
-    path: Path
-    recipe: Recipe
-    first: torch.dtype  # that of the module when it was replaced
-    dtype: str | None
-    compile: str
-    local: bool  # not in the Hub's cache: sizes traced on demand are added to the bundle
-    _loaded: dict[str | None, LoadedComponent] = field(default_factory=dict)  # by precision
-    _ways: dict[tuple[str, str | None], list[_Way]] = field(default_factory=dict)
-
-    def ways(self, method: str, now: torch.dtype) -> list[_Way]:
-        """A method's programs. now: the module's dtype; once that was changed, it is followed, as
-        pipelines decode in float32 where a VAE overflows."""
-        dtype = self.dtype if now == self.first else str(now).removeprefix("torch.")
-        if (method, dtype) not in self._ways:
-            loaded = self.loaded(dtype)
-            self._ways[method, dtype] = [
-                _Way(Staged(loaded, entry, compile=self.compile, keep=True), program)
-                for entry in loaded.entries
-                if (program := self.recipe.program(entry)).method == method
-            ]
-        return self._ways[method, dtype]
-
-    def loaded(self, dtype: str | None) -> LoadedComponent:
-        """The component in one precision; all methods read the same weights."""
-        if dtype not in self._loaded:
-            self._loaded[dtype] = load_component(self.path, dtype=dtype)
-            trace_when_called(self._loaded[dtype], keep=self.local)
-        return self._loaded[dtype]
-
-
-@dataclass
 class _Bridge:
     """A module's method in MLX: torch arguments in, the method's own result out."""
 
     shell: _Shell
-    model: _Model
+    model: Model
     method: str
     owner: Any
     name: str
@@ -312,7 +201,7 @@ class _Bridge:
     _unread: dict[str, bool] = field(default_factory=dict)
 
     @property
-    def ways(self) -> list[_Way]:
+    def ways(self) -> list[Way]:
         """The programs of this method."""
         return self.model.ways(self.method, self.shell.dtype)
 
@@ -329,16 +218,17 @@ class _Bridge:
         return pytree.tree_unflatten(made, spec)
 
     def _outputs(self, named: Mapping[str, Any]) -> list[mx.array]:
-        """Those of the first program that takes these arguments."""
-        refused: list[MlxconvError] = []
-        for way in self.ways:
-            given = {**self._defaults(way.program.arguments), **named}
-            ignored = {k for k in given if k not in way.names and self._ignores(k, given)}
-            try:
-                return way.run(way.arguments({k: given[k] for k in given if k not in ignored}))
-            except MlxconvError as error:
-                refused.append(error)
-        raise MlxconvError(f"{refused[0]} {self.shell.instead}") from refused[0]
+        """Those of the first program that takes these arguments; one is traced where none does."""
+        try:
+            return self.model.run(self.method, self.shell.dtype, lambda way: self._for(way, named))
+        except MlxconvError as error:
+            raise MlxconvError(f"{error} {self.shell.instead}") from error
+
+    def _for(self, way: Way, named: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments as a program gets them: without those that the class never looks at."""
+        given = {**self._defaults(way.program.arguments), **named}
+        ignored = {k for k in given if k not in way.names and self._ignores(k, given)}
+        return way.arguments({k: given[k] for k in given if k not in ignored})
 
     def _named(self, args: Any, kwargs: Any) -> dict[str, Any]:
         """The arguments that say something, by name."""
@@ -425,16 +315,3 @@ def _says_nothing(value: Any) -> bool:
     method draws from."""
     leaves = pytree.tree_leaves(value)
     return all(leaf is None or isinstance(leaf, torch.Generator) for leaf in leaves)
-
-
-def _identical(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Equal, where tensors have to be the same ones, unchanged."""
-    if len(a) != len(b):
-        return False
-    return all(_alike(x, y) for x, y in zip(a, b))
-
-
-def _alike(x: Any, y: Any) -> bool:
-    if isinstance(x, tuple) and isinstance(y, tuple):
-        return len(x) == len(y) and all(_alike(i, j) for i, j in zip(x, y))
-    return x is y if isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor) else x == y

@@ -502,9 +502,9 @@ def _fill(listed: list[Any], index: int, value: Any) -> None:
 
 
 def argument_value(value: Any, names: Mapping[str, Any]) -> Any:
-    """A recipe argument with its expressions evaluated; lists stay lists."""
-    if isinstance(value, list):
-        return [argument_value(item, names) for item in value]
+    """A recipe argument with its expressions evaluated; lists stay lists, tuples tuples."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(argument_value(item, names) for item in value)
     return evaluate(value, names) if isinstance(value, str) else value
 
 

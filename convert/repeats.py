@@ -380,11 +380,15 @@ def _finish(
     sources: list[tuple[str, Any]] = []
     made: list[_Output] = []
     computed: list[torch.Tensor] = []
+    twice: dict[int, int] = {}  # the place of an output among `computed`
     repeatable = True
     for value in values:
-        if isinstance(value, torch.Tensor) and id(value) not in places:
+        if id(value) in twice:
+            sources.append(("output", twice[id(value)]))
+        elif isinstance(value, torch.Tensor) and id(value) not in places:
             sizes = tuple(n if isinstance(n, int) else axes.get(str(n), n) for n in value.shape)
             sources.append(("output", len(made)))
+            twice[id(value)] = len(made)
             made.append(_Output(sizes, value.dtype))
             computed.append(torch.ops.mlxconv.leave(value, call.name, len(computed)))
         elif isinstance(value, torch.Tensor):

@@ -457,13 +457,13 @@ def _tap_hook(path: str) -> Any:
         seen = {id(arg) for arg in args}
         leaves, spec = pytree.tree_flatten(output)
         # A module that returns its input (dropout, identity) has nothing of its own to read.
-        tapped = [
-            torch.ops.mlxconv.tap(leaf, path, index)
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in seen
-            else leaf
-            for index, leaf in enumerate(leaves)
-        ]
-        return pytree.tree_unflatten(tapped, spec)
+        # One that it returns twice stays one: a write into it shows in both places.
+        tapped: dict[int, torch.Tensor] = {}
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in seen:
+                before = tapped.get(id(leaf), leaf)
+                tapped[id(leaf)] = torch.ops.mlxconv.tap(before, path, index)
+        return pytree.tree_unflatten([tapped.get(id(leaf), leaf) for leaf in leaves], spec)
 
     return hook
 

@@ -44,16 +44,20 @@ def choose(
             reasons.append(str(error))
     message = f"{program.class_name}.{name}: {reasons[0]}."
     if not any(e.sizes for e in entries):
-        raise MlxconvError(message)
+        raise NotTaken(message)
     have = "; ".join(str(e.sizes) for e in entries)
     raise NoSuchSize(f"{message} Sizes in this bundle: {have}.")
 
 
-class NoSuchSize(MlxconvError):
-    """No entry takes inputs of these sizes; one may be traced."""
+class NotTaken(MlxconvError):
+    """No entry was traced for such inputs; one may be."""
 
 
-class _WrongSize(MlxconvError):
+class NoSuchSize(NotTaken):
+    """No entry takes inputs of these sizes."""
+
+
+class _WrongSize(NotTaken):
     """The inputs do not fit this entry; another one may."""
 
 
@@ -68,13 +72,13 @@ def _check_keywords(class_name: str, entry: Entry, inputs: Mapping[str, Any]) ->
         k for k, v in inputs.items() if k not in tensors and k not in fixed and not _is_nothing(v)
     ]
     if unknown:
-        raise MlxconvError(
+        raise NotTaken(
             f"{class_name}.{entry.name}: traced without {', '.join(unknown)}; it takes "
             f"{', '.join(tensors)}. Another recipe can trace it with them (--recipe FILE)."
         )
     missing = [k for k in tensors if inputs.get(k) is None]
     if missing:
-        raise MlxconvError(f"{class_name}.{entry.name}: missing input {', '.join(missing)}")
+        raise NotTaken(f"{class_name}.{entry.name}: missing input {', '.join(missing)}")
 
 
 def _check_leaves(entry: Entry, inputs: Mapping[str, Any]) -> None:
@@ -146,11 +150,11 @@ def _check_elements(class_name: str, entry: Entry, values: Mapping[str, Any]) ->
             if largest >= value.get("below", math.inf) or largest < value.get("reaches", -math.inf):
                 words = {"below": "below", "reaches": "at least"}
                 bounds = " and ".join(f"{words[how]} {n}" for how, n in value.items())
-                raise MlxconvError(f"{where} for a largest element of {bounds}, not {largest}")
+                raise NotTaken(f"{where} for a largest element of {bounds}, not {largest}")
             continue
         others: Any = mx.sum(given != value).item()
         if others:
-            raise MlxconvError(
+            raise NotTaken(
                 f"{where} as {value} throughout, and {others} of the {given.size} elements given "
                 "are not; of a mask that means: leave the padding out, and call it with one prompt "
                 "at a time"
@@ -167,7 +171,7 @@ def _check_siblings(class_name: str, entry: Entry, values: Mapping[str, Any]) ->
         other = first.setdefault((parent, item.type), item)
         if values[other.name].shape != values[item.name].shape:
             shapes = [f"{i.path} {tuple(values[i.name].shape)}" for i in (other, item)]
-            raise MlxconvError(
+            raise NotTaken(
                 f"{class_name}.{entry.name}: {' and '.join(shapes)} differ; pad them to one "
                 "length, or call it with one sample at a time"
             )
@@ -269,7 +273,7 @@ def as_input(item: Input, value: Any, compute: str) -> Any:
         return array.astype(target)
     alike = {"any": ("bool", "integer", "float"), "count": ("bool", "integer")}.get(item.kinds, ())
     if not {given, wanted} <= set(alike):
-        raise MlxconvError(
+        raise NotTaken(
             f"input {item.path} is {given}, and was traced as {wanted}, which may mean something "
             f"else; pass it as {_name(target)}, or trace it as {given} (--recipe FILE)"
         )

@@ -210,7 +210,7 @@ class Executor:
                 return bind(self.program, entry, inputs, self.compute)
             command = add_size_command(self.weights.folder, asked)
             hint = f" Add this one with `{command}`." if asked else ""
-            raise MlxconvError(f"{error}{hint}") from None
+            raise binding.NotTaken(f"{error}{hint}") from None
 
     def evaluate(
         self,

@@ -1,7 +1,7 @@
 """Which fixed sizes a call asks for, where a class has one program per size."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,30 @@ def asked_sizes(
     """
     table = (config.get("mlxconv") or {}).get("sizes") or {}
     pairs = _pairs(table, entry.name, inputs)
-    names = {e: n for e, n in pairs if isinstance(e, str) and e.isidentifier()}
-    known: dict[str, Any] = {name: n for name, n in names.items() if name not in config}
-    for expression, size in pairs:
-        unknown = names_in(expression) - known.keys() - config.keys()
-        if len(unknown) == 1 and (name := unknown.pop()) in entry.sizes:
-            values = range(1, min(8 * size + 64, _LARGEST))
-            fits = (n for n in values if _fits(expression, size, {**config, **known, name: n}))
-            known.update((name, n) for n in islice(fits, 1))
+    known = solved(pairs, config, entry.sizes)
     found = {name: int(known.get(name, size)) for name, size in entry.sizes.items()}
     given = {**config, **known, **found}
     agreed = all(_fits(e, n, given) for e, n in pairs if names_in(e) <= given.keys())
     return found if agreed and found != entry.sizes else {}
+
+
+def solved(
+    pairs: Iterable[tuple[Expression, int]],
+    config: Mapping[str, Any],
+    wanted: Collection[str] | None = None,
+) -> dict[str, int]:
+    """The dims for which expressions have these values: those that stand alone, and of `wanted`
+    (by default of all) those that are the one unknown of an expression."""
+    names = {e: n for e, n in pairs if isinstance(e, str) and e.isidentifier()}
+    known: dict[str, Any] = {name: n for name, n in names.items() if name not in config}
+    for expression, size in pairs:
+        unknown = names_in(expression) - known.keys() - config.keys()
+        if len(unknown) == 1 and (wanted is None or unknown <= set(wanted)):
+            name = unknown.pop()
+            values = range(1, min(8 * size + 64, _LARGEST))
+            fits = (n for n in values if _fits(expression, size, {**config, **known, name: n}))
+            known.update((name, n) for n in islice(fits, 1))
+    return known
 
 
 def _pairs(

@@ -126,15 +126,37 @@ def test_another_class_is_refused(tmp_path: Path) -> None:
         into_diffusers(pipe, made, components=["unet"])
 
 
-def test_what_was_not_traced_is_refused(replaced: tuple[Any, dict[str, Any]]) -> None:
+def test_what_no_program_takes_is_traced_from_the_call(
+    replaced: tuple[Any, dict[str, Any]], capfd: pytest.CaptureFixture[str]
+) -> None:
     pipe, call = replaced
-    with pytest.raises(MlxconvError, match="traced without controlnet_block_samples"):
-        pipe.transformer(
-            hidden_states=torch.zeros(1, 4, 16), encoder_hidden_states=call["prompt_embeds"],
-            pooled_projections=call["pooled_prompt_embeds"], timestep=torch.tensor([0.5]),
-            img_ids=torch.zeros(4, 3), txt_ids=torch.zeros(6, 3), guidance=torch.tensor([4.0]),
-            controlnet_block_samples=[torch.zeros(1, 4, 64)],
-        )  # fmt: skip
+    transformer = pipe.transformer
+    plain = type(transformer).from_config(transformer.config).eval()
+    plain.load_state_dict(transformer.state_dict())
+    for tokens, given in ((4, "block"), (6, "block"), (6, "single_block")):
+        inputs = {
+            "hidden_states": torch.ones(1, tokens, 16), "timestep": torch.tensor([0.5]),
+            "encoder_hidden_states": call["prompt_embeds"], "guidance": torch.tensor([4.0]),
+            "pooled_projections": call["pooled_prompt_embeds"],
+            "img_ids": torch.ones(tokens, 3), "txt_ids": torch.zeros(6, 3),
+        }  # fmt: skip
+        name = f"controlnet_{given}_samples"
+        inputs[name] = [torch.rand(1, tokens, 64), torch.rand(1, tokens, 64)]
+        with torch.no_grad():
+            wanted, found = (module(**inputs).sample for module in (plain, transformer))
+        assert (found - wanted).norm() <= 1e-5 * wanted.norm()
+    said = capfd.readouterr().err
+    assert said.count("tracing FluxTransformer2DModel.forward for calls with") == 2
+
+
+def test_a_call_that_the_class_refuses_is_traced_once_at_most(
+    replaced: tuple[Any, dict[str, Any]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    pipe, call = replaced
+    for _ in range(2):
+        with pytest.raises(MlxconvError, match=r"expected \[batch, image_tokens, 16\].*Nor can it"):
+            pictures(pipe, {**call, "latents": torch.zeros(1, 256, 17)})
+    assert capfd.readouterr().err.count("tracing") == 1
 
 
 @pytest.mark.slow

@@ -226,6 +226,23 @@ class Streams(Model):
         return x * other
 
 
+class Skips(Model):
+    """Blocks return one tensor twice; the model writes into it and reads it again later."""
+
+    class block(Block):
+        def forward(self, x):
+            x = super().forward(x)
+            return x, (x,)
+
+    def forward(self, x):
+        skips = ()
+        for block in self.blocks:
+            x, more = block(x)
+            x += 1
+            skips += more
+        return x * sum(skips)
+
+
 class Passing(Model):
     """A tensor of the first block is used by its parent too."""
 
@@ -295,6 +312,7 @@ MODELS = {
     Noting: 0,
     Growing: 0,
     Streams: 4,
+    Skips: 2,
     Passing: 2,
     Chunks: 2,
     Returned: 2,

@@ -22,8 +22,7 @@ from mlxconv.convert.recipe import all_recipes, load_recipe
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program import PROGRAM_FILE
 
-from .tiny_pipelines import tiny
-from .whole_pipelines import FAMILIES, Use, picture, run, using
+from .whole_pipelines import FAMILIES, QWEN_IMAGE, run, using
 
 Loaded = tuple[Path, Any, Any]
 
@@ -61,7 +60,12 @@ def small_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "use"), [(name, use) for name, family in FAMILIES.items() for use in family.uses]
+    ("family", "use"),
+    [
+        pytest.param(name, use, marks=pytest.mark.coverage if name == "sd" else ())
+        for name, family in FAMILIES.items()
+        for use in family.uses
+    ],
 )
 def test_a_whole_pipeline_gives_the_same_pictures(
     loaded: Callable[[str], Loaded], small_pictures: None, family: str, use: str
@@ -81,22 +85,53 @@ def test_a_whole_pipeline_gives_the_same_pictures(
 
 
 @pytest.mark.slow
-def test_a_call_that_was_not_traced_is_refused_and_the_hint_runs_it(
+def test_a_call_that_cannot_be_traced_is_refused_and_the_hint_runs_it(
     loaded: Callable[[str], Loaded],
 ) -> None:
     folder, plain, replaced = loaded("qwen_image")
-    net = tiny("QwenImageControlNetModel", 7, num_layers=1, extra_condition_channels=0)
-    use = Use("QwenImageControlNetPipeline", parts=lambda folder: {"controlnet": net})
-    call = {"control_image": picture()}
-    wanted = run(using(plain, use, folder, {}), call)
-    with pytest.raises(MlxconvError, match=r"controlnet_block_samples; .* in PyTorch") as refused:
-        run(using(replaced, use, folder, {}), call)
+    call = {"attention_kwargs": {"scale": 1.0, "nobody": torch.zeros(1)}}
+    wanted = run(plain, call)
+    refusal = r"without attention_kwargs; .* holds tensors and numbers.* in PyTorch"
+    with pytest.raises(MlxconvError, match=refusal) as refused:
+        run(replaced, call)
     hint = re.search(r"load the pipeline again and call (into_diffusers.*)\.", str(refused.value))
     assert hint is not None
     again = diffusers.DiffusionPipeline.from_pretrained(folder)
     given = {"pipe": again, "bundle": folder.parent / "fp32", "into_diffusers": into_diffusers}
     exec(hint[1], given)
-    assert np.abs(run(using(again, use, folder, {}), call) - wanted).max() <= 1e-3
+    assert np.abs(run(again, call) - wanted).max() <= 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use", ["controlnet", "edit_plus_2"])
+def test_what_is_traced_for_a_call_serves_other_sizes_too(
+    loaded: Callable[[str], Loaded],
+    small_pictures: None,
+    capfd: pytest.CaptureFixture[str],
+    use: str,
+) -> None:
+    folder, *pipes = loaded("qwen_image")
+    made = QWEN_IMAGE.uses[use]
+    calls = [
+        {},
+        {"prompt": "a longer one of a dog", "height": 48, "width": 64},
+        {"num_images_per_prompt": 2},
+    ]
+    built = [using(pipe, made, folder, {}) for pipe in pipes]
+    for call in calls:
+        wanted, found = (run(pipe, {**made.call(), **call}) for pipe in built)
+        assert np.abs(found - wanted).max() <= 1e-3
+    assert capfd.readouterr().err.count("tracing") <= 1
+
+
+@pytest.mark.slow
+def test_masks_of_one_shape_are_told_apart(loaded: Callable[[str], Loaded]) -> None:
+    """Prompts of different lengths come padded, with a mask that no recipe lists."""
+    _, *pipes = loaded("qwen_image")
+    for first in ("a cat", "a cat and a dog"):
+        call = {"prompt": [first, "a photo of a dog and of a cat"]}
+        wanted, found = (run(pipe, call) for pipe in pipes)
+        assert np.abs(found - wanted).max() <= 1e-3
 
 
 _ENCODERS = [

@@ -12,7 +12,11 @@ import numpy as np
 import torch
 from PIL import Image
 
+from mlxconv.convert.recipe import load_recipe
+
+from ..conftest import _pipeline
 from ..runtime import tiny_families as families
+from .tiny_pipelines import tiny
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,31 @@ def _processor(folder: Path) -> dict[str, Any]:
     return {"processor": _Processor(Qwen2Tokenizer.from_pretrained(folder / "tokenizer"))}
 
 
+def _two_pictures() -> dict[str, Any]:
+    return {"image": [picture(), picture().resize((48, 24))], **_GUIDED}
+
+
+def _three_pictures() -> dict[str, Any]:
+    return {"image": [picture(), picture().resize((24, 48)), picture()], **_GUIDED}
+
+
+def _controlled() -> dict[str, Any]:
+    return {"control_image": picture(), **_GUIDED}
+
+
+def controlnet(class_name: str, variant: str | None = None, **changed: Any) -> dict[str, Any]:
+    """A ControlNet whose outputs are not the zeros that its class starts from."""
+    net = tiny(class_name, 7, variant, **changed)
+    for name, parameter in net.named_parameters():
+        if name.startswith("controlnet_"):
+            torch.nn.init.normal_(parameter.data, std=0.2)
+    return {"controlnet": net}
+
+
+def _qwen_controlnet(folder: Path) -> dict[str, Any]:
+    return controlnet("QwenImageControlNetModel", num_layers=1, extra_condition_channels=0)
+
+
 QWEN_IMAGE = Family(
     families.qwen_image_edit,
     {
@@ -92,6 +121,9 @@ QWEN_IMAGE = Family(
         "edit": Use("QwenImageEditPipeline", lambda: {"image": picture(), **_GUIDED}, _processor),
         "edit_inpaint": Use("QwenImageEditInpaintPipeline", _inpaint, _processor),
         "edit_plus": Use("QwenImageEditPlusPipeline", lambda: {"image": [picture()]}, _processor),
+        "edit_plus_2": Use("QwenImageEditPlusPipeline", _two_pictures, _processor),
+        "edit_plus_3": Use("QwenImageEditPlusPipeline", _three_pictures, _processor),
+        "controlnet": Use("QwenImageControlNetPipeline", _controlled, _qwen_controlnet),
     },
 )
 
@@ -104,6 +136,16 @@ FLUX2 = Family(
         "image": Use("Flux2Pipeline", lambda: {"max_sequence_length": 64, "image": picture(64)}),
     },
 )
+FLUX = Family(
+    _pipeline,
+    {
+        "controlnet": Use(
+            "FluxControlNetPipeline",
+            lambda: {"max_sequence_length": 16, "control_image": picture()},
+            lambda folder: controlnet("FluxControlNetModel", in_channels=64),
+        ),
+    },
+)
 KLEIN = Family(
     families.flux2_klein,
     {
@@ -114,11 +156,43 @@ KLEIN = Family(
 
 # ---- SDXL ---------------------------------------------------------------------------------------
 
+def _unet_controlnet(folder: Path, variant: str | None = None) -> dict[str, Any]:
+    """Of the UNet's own making; it sees two pixels a latent, as the VAE makes them."""
+    import json
+
+    unet = json.loads((folder / "unet" / "config.json").read_text(encoding="utf-8"))
+    recipe = load_recipe("ControlNetModel")
+    taken = {k: v for k, v in unet.items() if k in recipe.tiny_config("sdxl")}
+    return controlnet(
+        "ControlNetModel", variant, **taken, conditioning_embedding_out_channels=[8, 8]
+    )
+
+
+def _adapter(folder: Path) -> dict[str, Any]:
+    return {"adapter": tiny("T2IAdapter", 7, channels=[32, 64, 64], downscale_factor=2)}
+
+
 SDXL = Family(
     families.stable_diffusion_xl,
     {
         "text": Use("StableDiffusionXLPipeline"),
         "inpaint": Use("StableDiffusionXLInpaintPipeline", _inpaint),
+        "controlnet": Use(
+            "StableDiffusionXLControlNetPipeline",
+            lambda: {"image": picture(64), "height": 64, "width": 64},
+            lambda folder: _unet_controlnet(folder, "sdxl"),
+        ),
+    },
+)
+SD = Family(
+    families.stable_diffusion,
+    {
+        "controlnet": Use(
+            "StableDiffusionControlNetPipeline",
+            lambda: {"image": picture(64), "height": 64, "width": 64},
+            _unet_controlnet,
+        ),
+        "adapter": Use("StableDiffusionAdapterPipeline", lambda: {"image": picture()}, _adapter),
     },
 )
 REFINER = Family(
@@ -128,7 +202,8 @@ REFINER = Family(
 )
 
 FAMILIES = {
-    "qwen_image": QWEN_IMAGE, "flux2": FLUX2, "klein": KLEIN, "sdxl": SDXL, "refiner": REFINER,
+    "qwen_image": QWEN_IMAGE, "flux": FLUX, "flux2": FLUX2, "klein": KLEIN, "sd": SD, "sdxl": SDXL,
+    "refiner": REFINER,
 }  # fmt: skip
 
 
