@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,8 @@ from .worker import GUIDANCE, Job
 
 DENOISERS = ("transformer", "unet", "prior", "decoder")
 AGAINST = ("none", "diffusers", "diffusers-compiled", "mflux")
-MFLUX_CLASSES = ("FluxTransformer2DModel", "QwenImageTransformer2DModel")
 Say = Callable[[str], None]
-MFLUX_SCRIPT = ("convert", "mflux_peer.py")  # of the package: mflux's interpreter runs it
+PeerCommand = Callable[["Settings", dict[str, Any], Path], list[str]]
 _WORKER = "mlxconv.runtime.measuring.worker"
 
 
@@ -205,13 +203,22 @@ def _line(name: str, f: Figures) -> str:
 # ---- running ------------------------------------------------------------------------------------
 
 
-def bench(settings: Settings, say: Say = lambda text: None) -> BenchReport:
-    """Measure a bundle's denoiser; wrong sizes raise MlxconvError before anything runs."""
+def bench(
+    settings: Settings, say: Say = lambda text: None, peer: PeerCommand | None = None
+) -> BenchReport:
+    """Measure a bundle's denoiser; wrong sizes raise MlxconvError before anything runs.
+
+    `peer` makes the command of a repetition by what `settings.against` names.
+    """
     settings = with_component(settings)
     about = describe(settings)
     with tempfile.TemporaryDirectory() as folder:
-        peer = _peer(settings, about, Path(folder))
-        runs, peers = _alternate(settings, about, peer, Path(folder), say)
+        command = None
+        if settings.against != "none":
+            if peer is None:
+                raise ArgumentError(f"against={settings.against!r} needs `peer`, its command")
+            command = peer(settings, about, Path(folder))
+        runs, peers = _alternate(settings, about, command, Path(folder), say)
         about |= {key: runs[0][key] for key in ("dims", "dtype", "class")}
         report = BenchReport(settings, about, figures(runs))
         return report if not peers else _beside(report, runs, peers, Path(folder))
@@ -361,61 +368,6 @@ def _middle(runs: Sequence[dict[str, Any]], key: str) -> float | None:
 def _most(runs: Sequence[dict[str, Any]], key: str) -> int | None:
     found = [int(run[key]) for run in runs if run.get(key) is not None]
     return max(found) if found else None
-
-
-# ---- peers --------------------------------------------------------------------------------------
-
-
-def _peer(settings: Settings, about: dict[str, Any], folder: Path) -> list[str] | None:
-    """The command of a peer's repetition; it runs after ours, whose inputs it reads."""
-    if settings.against == "none":
-        return None
-    if settings.source is None:
-        raise MlxconvError(f"--against {settings.against} needs --source, the checkpoint")
-    if settings.guidance != "none":
-        raise MlxconvError("--against compares single predictions: leave --guidance none")
-    source = _source(settings)
-    job = {
-        **asdict(settings.job()), "dtype": about["dtype"], "source": str(source),
-        "class": about["class"], "output": f"{folder}/peer.npy", "inputs": f"{folder}/inputs.npz",
-        "height": (settings.pixels or (512, 512))[1], "width": (settings.pixels or (512, 512))[0],
-    }  # fmt: skip
-    if settings.against.startswith("diffusers"):
-        job["compiled"] = settings.against == "diffusers-compiled"
-        return [sys.executable, "-m", "mlxconv.convert.bench_peer", json.dumps(job)]
-    return _mflux(settings, about, job)
-
-
-def _mflux(settings: Settings, about: dict[str, Any], job: dict[str, Any]) -> list[str]:
-    if about["class"] not in MFLUX_CLASSES:
-        raise MlxconvError(
-            f"--against mflux covers {', '.join(MFLUX_CLASSES)}, not {about['class']}"
-        )
-    if settings.mflux_python is None:
-        raise MlxconvError(
-            "--against mflux needs --mflux-python, the interpreter of an environment with mflux"
-        )
-    check = [settings.mflux_python, "-c", "import mflux"]
-    try:
-        found = subprocess.run(check, capture_output=True, check=False).returncode == 0
-    except OSError as error:
-        raise MlxconvError(f"{settings.mflux_python}: cannot be run ({error.strerror})") from error
-    if not found:
-        raise MlxconvError(
-            f"{settings.mflux_python}: mflux is not installed there; `pip install mflux`"
-        )
-    script = files("mlxconv").joinpath(*MFLUX_SCRIPT)
-    return [settings.mflux_python, str(script), json.dumps(job)]
-
-
-def _source(settings: Settings) -> Path:
-    """The folder of the component's checkpoint."""
-    assert settings.source is not None
-    folder = settings.source / (settings.component or "")
-    source = folder if folder.is_dir() else settings.source
-    if not (source / "config.json").is_file():
-        raise MlxconvError(f"{source}: no config.json; --source is the checkpoint it came from")
-    return source
 
 
 def _difference(folder: Path) -> float | None:

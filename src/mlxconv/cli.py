@@ -332,6 +332,7 @@ def bench(
     as_json: bool, verbose: bool, debug: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Measure a denoising step of BUNDLE: its time and memory, beside a peer's if asked."""
+    from .convert.peer_command import peer_command
     from .runtime.measuring.bench import Settings
     from .runtime.measuring.bench import bench as run
 
@@ -344,7 +345,7 @@ def bench(
         table = run_rows(settings, told)
         _emit(as_json, table.as_json(), table.as_text())
         return
-    report = run(settings, told)
+    report = run(settings, told, peer_command)
     _emit(as_json, report.as_json(), report.as_text())
 
 

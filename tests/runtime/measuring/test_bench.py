@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,12 @@ import pytest
 from click.testing import CliRunner
 
 from mlxconv.cli import cli
+from mlxconv.convert.peer_command import MFLUX, peer_command
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.measuring import ablation
 from mlxconv.runtime.measuring.ablation import ROWS, ablate
 from mlxconv.runtime.measuring.bench import (
-    MFLUX_SCRIPT,
     Settings,
-    _peer,
     bench,
     describe,
     figures,
@@ -92,7 +90,7 @@ def test_diffusers_gives_the_same_on_the_same_inputs(
     settings = Settings(
         flux_bundle("fp32"), steps=1, repeat=1, against="diffusers", source=flux_checkpoint, **TINY
     )
-    found = bench(settings)
+    found = bench(settings, peer=peer_command)
     assert found.rel_l2 is not None
     assert found.rel_l2 < 1e-4
     assert found.peer is not None
@@ -114,8 +112,7 @@ def test_compiled_diffusers_is_a_baseline_too(
         flux_bundle("fp32"), "transformer", steps=1, against="diffusers-compiled",
         source=flux_checkpoint, **TINY,
     )  # fmt: skip
-    command = _peer(settings, describe(settings), tmp_path)
-    assert command is not None
+    command = peer_command(settings, describe(settings), tmp_path)
     job, compiled = json.loads(command[-1]), []
 
     def compile(function: Any) -> Any:
@@ -201,11 +198,11 @@ def test_what_cannot_be_measured_is_said_before_anything_runs(
     changes: dict[str, Any], message: str, flux_bundle: Bundles
 ) -> None:
     with pytest.raises(MlxconvError, match=message):
-        bench(Settings(flux_bundle("fp32"), **changes))
+        bench(Settings(flux_bundle("fp32"), **changes), peer=peer_command)
 
 
 def test_the_script_that_mflux_runs_is_part_of_the_package() -> None:
-    assert files("mlxconv").joinpath(*MFLUX_SCRIPT).is_file()
+    assert MFLUX.is_file()
 
 
 def test_mflux_has_to_be_installed(flux_bundle: Bundles, flux_checkpoint: Path) -> None:
@@ -213,6 +210,8 @@ def test_mflux_has_to_be_installed(flux_bundle: Bundles, flux_checkpoint: Path) 
         flux_bundle("fp32"), against="mflux", source=flux_checkpoint, mflux_python=sys.executable
     )
     with pytest.raises(MlxconvError, match="mflux is not installed there"):
+        bench(settings, peer=peer_command)
+    with pytest.raises(MlxconvError, match="against='mflux' needs `peer`"):
         bench(settings)
 
 
