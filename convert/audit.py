@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxconv.runtime.bundle import read_json
+from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program import Parameter
 from mlxconv.runtime.weights import INDEX_FILE, Quantization, Specs
 
@@ -108,7 +109,10 @@ def _is_zero(source: StoredTensor) -> bool:
 
 def _changed(folder: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
     """Tensors whose bytes are not those written; a small change of a scale shows nowhere else."""
-    checks = read_json(folder / INDEX_FILE).get("metadata", {}).get("crc32", {})
+    metadata = read_json(folder / INDEX_FILE).get("metadata", {})
+    checks = metadata.get("crc32", {}) if isinstance(metadata, dict) else None
+    if not isinstance(checks, dict):
+        raise MlxconvError(f"{folder / INDEX_FILE}: its metadata is not a table; convert again")
     changed = {}
     for name, tensor in tensors.items():
         crc = 0

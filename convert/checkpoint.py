@@ -184,7 +184,10 @@ def refuse_foreign_links(folder: Path, root: Path) -> None:
     for path in (*root.iterdir(), *below):
         if not path.is_symlink():
             continue
-        there = path.resolve()
+        try:
+            there = path.resolve()
+        except (OSError, RuntimeError) as error:  # RuntimeError before Python 3.13
+            raise MlxconvError(f"{path}: is a symbolic link to itself; remove it") from error
         if not any(there.is_relative_to(place) for place in inside):
             raise MlxconvError(
                 f"{path}: is a symbolic link to {there}, outside of {root}, and would be copied "

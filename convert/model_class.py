@@ -151,9 +151,9 @@ def constructor_config(cls: Any, config: dict[str, Any], where: Path) -> dict[st
     Raises MlxconvError where an argument without default is not configured, and where a newer
     diffusers wrote a key that the installed one does not know: its class computes with it.
     """
-    _refuse_newer(cls, config, where, "diffusers", config.get("_diffusers_version"))
-    extract = getattr(cls, "extract_init_dict", None)
-    given = extract(dict(config))[0] if extract else config
+    with named_config(where):
+        _refuse_newer(cls, config, where, "diffusers", config.get("_diffusers_version"))
+        given = _extracted(cls, config)[0] if hasattr(cls, "extract_init_dict") else config
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     merged = {p.name: given.get(p.name, p.default) for p in named}
@@ -184,9 +184,8 @@ def _refuse_newer(
 
 def unknown_keys(cls: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """Of a config.json, the entries that the class neither takes nor makes itself."""
-    extract = getattr(cls, "extract_init_dict", None)
-    if extract is not None:
-        used, left, _ = extract(dict(config))
+    if hasattr(cls, "extract_init_dict"):
+        used, left = _extracted(cls, config)
         unknown = {k: v for k, v in left.items() if k in config}
         made = _registered(cls, used) if unknown else {}
         return {k: v for k, v in unknown.items() if k not in made}
@@ -196,6 +195,13 @@ def unknown_keys(cls: Any, config: Mapping[str, Any]) -> dict[str, Any]:
         return _unknown_of_transformers(cls.config_class, config, words)
     known = inspect.signature(cls.__init__).parameters
     return {k: v for k, v in config.items() if k not in known and not k.startswith("_")}
+
+
+def _extracted(cls: Any, config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What diffusers gives the constructor of a configuration, and what is left."""
+    with constructing(cls):
+        used, left, _ = cls.extract_init_dict(dict(config))
+    return used, left
 
 
 def _unknown_of_transformers(

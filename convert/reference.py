@@ -88,6 +88,11 @@ def replaced_weights(reference: Reference, tensors: Mapping[str, torch.Tensor]) 
             yield
         return
     state = reference.module.state_dict(keep_vars=True)
+    if absent := sorted(set(tensors) - state.keys()):
+        raise MlxconvError(
+            f"{type(reference.module).__name__} of the checkpoint has no {absent[0]}, which the "
+            "bundle has; verify against the checkpoint that the bundle was made from"
+        )
     before = {name: state[name].data for name in tensors}
     try:
         for name, value in tensors.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -94,16 +94,38 @@ def open_bundle(path: str | Path) -> Bundle:
             f"{folder / MANIFEST}: bundle format {version!r}, this mlxconv reads {BUNDLE_VERSION}; "
             "upgrade mlxconv (`pip install -U mlxconv`) or convert again"
         )
-    if not isinstance(manifest.get("components"), dict):
-        raise MlxconvError(f"{folder / MANIFEST}: lists no components; convert again")
-    outside = [name for name in manifest["components"] if not is_plain(name)]
-    if outside:
-        raise MlxconvError(
-            f"{folder / MANIFEST}: {outside[0]!r:.80} is not a folder in this one; refused"
-        )
+    _check_manifest(folder / MANIFEST, manifest)
     return Bundle(folder, manifest, remote)
 
 
+def _check_manifest(file: Path, manifest: Mapping[str, Any]) -> None:
+    """MlxconvError unless all that is read of it is of its kind, and names folders in this one."""
+    if not isinstance(manifest.get("components"), dict):
+        raise MlxconvError(f"{file}: lists no components; convert again")
+    parts = manifest["components"]
+    tables = [("", manifest, _FIELDS), *((f"{n}: ", p, _OF_COMPONENT) for n, p in parts.items())]
+    for where, table, kinds in tables:
+        if not isinstance(table, dict):
+            raise MlxconvError(f"{file}: {where}{table!r:.80} is not a table; convert again")
+        for key, kind in kinds.items():
+            value = table.get(key, kind())
+            if not (isinstance(value, kind) or (value is None and kind is str)):
+                raise MlxconvError(
+                    f"{file}: {where}{key} is {value!r:.80}, not a {kind.__name__}; convert again"
+                )
+    outside = [n for n in [*parts, *manifest.get("copied", [])]
+               if not (isinstance(n, str) and is_plain(n))]  # fmt: skip
+    if outside:
+        raise MlxconvError(f"{file}: {outside[0]!r:.80} is not a folder in this one; refused")
+
+
+_FIELDS: dict[str, type] = {
+    "copied": list, "source": str, "revision": str, "variant": str, "pipeline": str,
+    "source_card": dict, "versions": dict, "command": str, "base_model": str,
+}  # fmt: skip
+_OF_COMPONENT: dict[str, type] = {
+    "class": str, "library": str, "q": str, "method": str, "unused": list, "kept": list,
+}  # fmt: skip
 _DECISIVE = ("config.json", INDEX_FILE, PROGRAM_FILE, CONSTANTS_FILE, "scheduler_config.json")
 
 

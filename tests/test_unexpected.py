@@ -7,9 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from mlxconv.cli import _reason, cli
+from mlxconv.convert.reference import Reference, replaced_weights
+from mlxconv.runtime.errors import MlxconvError
 
 from .bundles import change_json
 from .conftest import Bundles
@@ -58,6 +61,7 @@ def test_toml_that_is_none(
         ("vae", "block_out_channels", 5, "AutoencoderKL .*TypeError: 'int' object is not subs"),
         ("vae", "act_fn", [0], "AutoencoderKL .*AttributeError: 'list' object has no attribute"),
         ("transformer", "num_attention_heads", "x", "FluxTransformer2DModel .*TypeError: empty"),
+        ("transformer", "_class_name", 5, "FluxTransformer2DModel .*ValueError: Make sure"),
         ("text_encoder", "num_attention_heads", 0, "CLIPTextModel .*ZeroDivisionError: "),
         ("text_encoder", "hidden_act", 5, "CLIPTextModel .*Validation error for field 'hidden_act"),
     ],
@@ -79,6 +83,27 @@ def test_whatever_a_constructor_raises_names_file_and_class(
     if command != "verify":
         assert f"{source / component / 'config.json'}: " in found
         assert re.search(says, found), found
+
+
+def test_a_checkpoint_of_fewer_layers_than_the_bundle() -> None:
+    reference = Reference(torch.nn.Linear(2, 2), "")
+    tensors = {"weight": torch.zeros(2, 2), "layers.2.weight": torch.zeros(2)}
+    with (
+        pytest.raises(MlxconvError, match=r"Linear of the checkpoint has no layers\.2\.weight"),
+        replaced_weights(reference, tensors),
+    ):
+        pass
+
+
+def test_checksums_that_are_no_table(
+    flux_bundle: Bundles, flux_checkpoint: Path, tmp_path: Path
+) -> None:
+    bundle = shutil.copytree(flux_bundle("fp32"), tmp_path / "bundle")
+    index = bundle / "transformer" / "model.safetensors.index.json"
+    for metadata in (5, {"crc32": 5}):
+        change_json(index, lambda data, metadata=metadata: {**data, "metadata": metadata})
+        found = reason("verify", bundle, "--against", flux_checkpoint)
+        assert found.startswith(f"{index}: its metadata is not a table")
 
 
 def test_a_class_of_no_module() -> None:

@@ -33,6 +33,11 @@ def test_a_link_to_a_file_outside_is_refused(place: str, source: Path, tmp_path:
     _refused(source, source / place, tmp_path)
 
 
+def test_a_link_to_itself_is_refused(source: Path, tmp_path: Path) -> None:
+    (source / "vae" / "notes.json").symlink_to("notes.json")
+    _refused(source, source / "vae" / "notes.json", tmp_path)
+
+
 @pytest.mark.parametrize("absolute", [True, False])
 def test_a_link_to_a_folder_outside_is_refused(
     absolute: bool, source: Path, tmp_path: Path

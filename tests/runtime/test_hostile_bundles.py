@@ -202,6 +202,25 @@ def test_a_component_is_a_folder_of_the_bundle(name: str, bundle: Path) -> None:
         open_bundle(bundle)
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda m: m.update(copied=[["vae"]]), "is not a folder in this one"),
+        (lambda m: m.update(copied=None), "copied is None, not a list"),
+        (lambda m: m.update(source_card=[]), r"source_card is \[\], not a dict"),
+        (lambda m: m.update(revision=5), "revision is 5, not a str"),
+        (lambda m: m["components"].update(transformer=5), "transformer: 5 is not a table"),
+        (lambda m: m["components"]["transformer"].update(unused=5), "transformer: unused is 5"),
+    ],
+)
+def test_the_manifest_holds_what_its_keys_say(
+    change: Callable[[Any], None], says: str, bundle: Path
+) -> None:
+    change_json(bundle / "mlxconv.json", change)
+    with pytest.raises(MlxconvError, match=rf"mlxconv\.json: .*{says}"):
+        open_bundle(bundle)
+
+
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "..", "a/b.safetensors"])
 def test_a_shard_is_a_file_of_its_folder(name: str, bundle: Path) -> None:
     def rename(index: Any) -> None:
