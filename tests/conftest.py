@@ -25,7 +25,9 @@ SENTENCES = (
 
 
 @pytest.hookimpl(wrapper=True)  # before pytest-xdist's own hook, which reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Iterator[None]:
     """With pytest-xdist: tests that share a fixture on one worker, where it is made once.
 
     All others are handed out one by one, so that both workers end at about the same time.
@@ -35,6 +37,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         if group and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(group))
     yield
+    if config.getoption("loadgroup", False):
+        for item in items:
+            _name_group(item)
+
+
+def _name_group(item: pytest.Item) -> None:
+    """Test ids end with their group, which pytest-xdist 3.8 writes where pytest 9.2 reads none.
+
+    The groups were ignored in silence, and every shared fixture was made on every worker.
+    """
+    named = getattr(item, "_nodeid", item.nodeid)
+    if named != item.nodeid:
+        item._id = type(item.id).parse(named)  # type: ignore[attr-defined]
+    if item.get_closest_marker("xdist_group") and "@" not in item.nodeid.rpartition("]")[2]:
+        raise pytest.UsageError(f"{item.nodeid}: this pytest-xdist does not name its group")
 
 
 def _group(item: pytest.Item) -> str | None:
