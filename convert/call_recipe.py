@@ -52,6 +52,21 @@ def recipes_of_call(
     yield replace(recipe, dims={}, sizes={}, programs={name: program}), {}
 
 
+def base_of_part(recipe: Recipe, method: str, given: Mapping[str, Any]) -> ProgramRecipe:
+    """A submodule's program, in the terms of the recipe's program that is likely to call it: what
+    a `decoder` takes is made as what `decode` takes."""
+    alike = [p for p in recipe.programs.values() if p.method.strip("_") in method]
+    inputs = {}
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        specs = (s for p in alike for s in p.inputs.values() if len(s.shape) == value.ndim)
+        spec = next(specs, None)
+        if spec is not None:
+            inputs[name] = replace(spec, name=name)
+    return ProgramRecipe(method, method, inputs)
+
+
 @dataclass
 class _Reading:
     """A call, read with a program's recipe.

@@ -9,6 +9,7 @@ structure that its own method has, found by running it on tensors without data.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -134,6 +135,9 @@ class _Shell:
             f"into_diffusers(pipe, bundle, components={list(others)})."
         )
         self.kept: dict[str, type] = {}
+        self.parts: dict[str, _Bridge] = {}
+        self.by_parts = True  # the class's own method can call its submodules in MLX
+        self.wrote = False  # the last method run wrote into its arguments
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     @property
@@ -162,7 +166,10 @@ class _Shell:
         """What a method returns for these arguments, its tensors without data."""
         with self.mode, self._filled(), torch.no_grad():
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._fake, (args, kwargs))
-            return method(*args, **kwargs)
+            before = _state(args, kwargs)
+            found = method(*args, **kwargs)
+            self.wrote = _state(args, kwargs) != before
+            return found
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -174,6 +181,12 @@ class _Shell:
         fakes = {name: self._fake(tensor) for name, tensor in named_tensors(self.module).items()}
         with _reparametrize_module(self.module, fakes):
             yield
+
+
+def _state(*arguments: Any) -> list[Any]:
+    """What is in a method's arguments, and how often its tensors were written to."""
+    leaves = pytree.tree_leaves(arguments)
+    return [(id(x), x._version) if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
 
 
 def _parts(module: nn.Module) -> dict[str, type]:
@@ -197,6 +210,7 @@ class _Bridge:
     owner: Any
     name: str
     original: Callable[..., Any]
+    part: bool = False  # a submodule that the class's own method calls
     _structures: dict[str, Any] = field(default_factory=dict)
     _unread: dict[str, bool] = field(default_factory=dict)
 
@@ -207,6 +221,35 @@ class _Bridge:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.shell.check()
+        wishes = [n for n in ("tiling", "slicing") if getattr(self.shell.module, f"use_{n}", False)]
+        if wishes and self.shell.by_parts and not self.part:
+            try:
+                with self._parts_in_mlx():
+                    return self.original(*args, **kwargs)
+            except MlxconvError as error:
+                self.shell.by_parts = False
+                warnings.warn(
+                    f"{self.shell.name}: {' and '.join(wishes)} has no effect, since its parts "
+                    f"cannot run in MLX one by one ({error}); it is computed whole",
+                    stacklevel=2,
+                )
+        with self._without(() if self.part else wishes):
+            return self._whole(args, kwargs)
+
+    @contextmanager
+    def _without(self, wishes: Sequence[str]) -> Iterator[None]:
+        """Inside, the class takes everything at once."""
+        for wish in wishes:
+            setattr(self.shell.module, f"use_{wish}", False)
+        try:
+            yield
+        finally:
+            for wish in wishes:
+                setattr(self.shell.module, f"use_{wish}", True)
+
+    def _whole(self, args: Any, kwargs: Any) -> Any:
+        if self.part and (self._like(args, kwargs) is None or self.shell.wrote):
+            raise MlxconvError(f"{self.method} writes into what it is given")
         outputs = self._outputs(self._named(args, kwargs))
         like = self._like(args, kwargs)
         if like is None:
@@ -217,6 +260,21 @@ class _Bridge:
         made = [self._leaf(leaf, values, device) for leaf in leaves]
         return pytree.tree_unflatten(made, spec)
 
+    @contextmanager
+    def _parts_in_mlx(self) -> Iterator[None]:
+        """Inside, the module's submodules run in MLX, as far as they have submodules themselves."""
+        children = [(n, c) for n, c in self.shell.module.named_children() if any(c.children())]
+        own = {n: c for n, c in children if not isinstance(c.forward, _Bridge)}
+        for name, child in own.items():
+            child.forward = self.shell.parts.setdefault(
+                name, _Bridge(self.shell, self.model, name, child, "forward", child.forward, True)
+            )
+        try:
+            yield
+        finally:
+            for child in own.values():
+                del child.forward
+
     def _outputs(self, named: Mapping[str, Any]) -> list[mx.array]:
         """Those of the first program that takes these arguments; one is traced where none does."""
         try:
@@ -224,8 +282,10 @@ class _Bridge:
         except MlxconvError as error:
             raise MlxconvError(f"{error} {self.shell.instead}") from error
 
-    def _for(self, way: Way, named: Mapping[str, Any]) -> dict[str, Any]:
+    def _for(self, way: Way | None, named: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments as a program gets them: without those that the class never looks at."""
+        if way is None:
+            return dict(named)
         given = {**self._defaults(way.program.arguments), **named}
         ignored = {k for k in given if k not in way.names and self._ignores(k, given)}
         return way.arguments({k: given[k] for k in given if k not in ignored})

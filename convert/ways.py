@@ -18,6 +18,7 @@ from mlxconv.runtime.program import Entry
 from mlxconv.runtime.staging import Begun, Staged
 
 from .arrays import torch_to_mlx
+from .call_recipe import base_of_part
 from .on_demand import trace_call, trace_when_called
 from .recipe import ProgramRecipe, Recipe, evaluate, place
 
@@ -112,11 +113,11 @@ class Model:
     _refused: dict[str, MlxconvError] = field(default_factory=dict)  # calls that cannot be traced
 
     def run(
-        self, method: str, now: torch.dtype, given: Callable[[Way], dict[str, Any]]
+        self, method: str, now: torch.dtype, given: Callable[[Way | None], dict[str, Any]]
     ) -> list[mx.array]:
         """The outputs of the first program that takes a call; one is traced for it if none does.
 
-        now: see `ways`; given: a call's arguments as a program gets them.
+        now: see `ways`; given: a call's arguments as a program gets them, or as they are.
         """
         ways = self.ways(method, now)
         refused: dict[str, MlxconvError] = {}
@@ -132,20 +133,21 @@ class Model:
             if not isinstance(reason, NotTaken):
                 raise reason
         own = [way for way in ways if way.program in self.recipe.programs.values()]
-        nearest = max(own, key=lambda way: len(way.names & given(way).keys()))
+        nearest = max(own, key=lambda way: len(way.names & given(way).keys()), default=None)
         call = given(nearest)
+        base = nearest.program if nearest else base_of_part(self.recipe, method, call)
         key = repr((method, pytree.tree_map_only(torch.Tensor, _signature, call)))
         if key not in self._refused:
-            loaded = nearest.staged.component
+            loaded = self.loaded(self._precision(now))
             try:
-                program = trace_call(loaded, nearest.program, call)
+                program = trace_call(loaded, base, call)
             except MlxconvError as error:
                 self._refused[key] = error
             else:
                 ways.insert(0, self._way(loaded, program.name, program))
                 return ways[0].run(call)
-        lacking = str(refused[nearest.program.name]).rstrip(".")
-        raise MlxconvError(f"{lacking}. Nor can it be traced for this call: {self._refused[key]}.")
+        lacking = f"{str(refused[base.name]).rstrip('.')}. Nor can it" if nearest else "It cannot"
+        raise MlxconvError(f"{lacking} be traced for this call: {self._refused[key]}.")
 
     def _way(self, loaded: LoadedComponent, entry: str, program: ProgramRecipe) -> Way:
         return Way(Staged(loaded, entry, compile=self.compile, keep=True), program)
@@ -153,15 +155,18 @@ class Model:
     def ways(self, method: str, now: torch.dtype) -> list[Way]:
         """A method's programs. now: the module's dtype; once that was changed, it is followed, as
         pipelines decode in float32 where a VAE overflows."""
-        dtype = self.dtype if now == self.first else str(now).removeprefix("torch.")
+        dtype = self._precision(now)
         if (method, dtype) not in self._ways:
             loaded = self.loaded(dtype)
             self._ways[method, dtype] = [
                 self._way(loaded, entry, program)
                 for entry in loaded.entries
-                if (program := self.recipe.program(entry)).method == method
+                if (program := self.recipe.programs.get(entry)) and program.method == method
             ]
         return self._ways[method, dtype]
+
+    def _precision(self, now: torch.dtype) -> str | None:
+        return self.dtype if now == self.first else str(now).removeprefix("torch.")
 
     def loaded(self, dtype: str | None) -> LoadedComponent:
         """The component in one precision; all methods read the same weights."""

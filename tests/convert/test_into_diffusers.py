@@ -20,7 +20,7 @@ from mlxconv.convert.into_diffusers import into_diffusers
 from mlxconv.runtime.errors import MlxconvError
 
 from ..conftest import Bundles
-from .tiny_pipelines import PIPELINES, flux, tiny
+from .tiny_pipelines import PIPELINES, flux, image_vae, tiny
 
 SLOW = ("wan", "ltx")
 HALF = (torch.float32, torch.bfloat16)
@@ -225,3 +225,50 @@ def test_a_module_cast_later_runs_in_that_precision(
         assert vae.decode(z.bfloat16()).sample.dtype == torch.bfloat16
         found = vae.to(torch.float32).decode(z).sample
     assert (found - want).norm() <= 1e-5 * want.norm()
+
+
+def _tiled(vae: Any, value: torch.Tensor) -> list[torch.Tensor]:
+    """What a VAE makes of latents, or of pictures: whole, in tiles, and sample by sample."""
+    run = (lambda: vae.encode(value).latent_dist.mode()) if value.shape[1] == 3 else (
+        lambda: vae.decode(value).sample)  # fmt: skip
+    found = [run()]
+    for on, off in ((vae.enable_tiling, vae.disable_tiling),
+                    (vae.enable_slicing, vae.disable_slicing)):  # fmt: skip
+        on()
+        found.append(run())
+        off()
+    return found
+
+
+@pytest.mark.slow
+def test_tiling_and_slicing_do_what_they_do_in_diffusers(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    vaes = [image_vae() for _ in range(2)]
+    into_diffusers(SimpleNamespace(vae=vaes[1]), bundle(vaes[0], tmp_path))
+    for vae in vaes:
+        vae.tile_latent_min_size, vae.tile_sample_min_size = 8, 16
+    for value in (torch.randn(2, 4, 12, 18), torch.rand(2, 3, 24, 36)):
+        with torch.no_grad():
+            wanted, found = (_tiled(vae, value) for vae in vaes)
+        assert (wanted[1] - wanted[0]).norm() > 1e-2 * wanted[0].norm()
+        for want, got in zip(wanted, found, strict=True):
+            assert (got - want).norm() <= 1e-5 * want.norm()
+    assert capfd.readouterr().err.count("tracing") == 2  # the decoder, the encoder
+
+
+@pytest.mark.slow
+def test_tiling_that_cannot_be_followed_is_noted_once(tmp_path: Path) -> None:
+    """A decoder that leaves its state in a list that it is given."""
+    plain, vae = (tiny("AutoencoderKLWan", 1) for _ in range(2))
+    into_diffusers(SimpleNamespace(vae=vae), bundle(plain, tmp_path))
+    vae.enable_tiling(tile_sample_min_height=16, tile_sample_min_width=16,
+                      tile_sample_stride_height=8, tile_sample_stride_width=8)  # fmt: skip
+    latents = torch.randn(1, vae.config.z_dim, 1, 8, 8)
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match=r"vae: tiling has no effect.*computed whole") as noted:
+            found = [vae.decode(latents).sample for _ in range(2)]
+        wanted = plain.decode(latents).sample
+    assert len([w for w in noted if "tiling" in str(w.message)]) == 1
+    for got in found:
+        assert (got - wanted).norm() <= 1e-5 * wanted.norm()
