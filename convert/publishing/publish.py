@@ -132,9 +132,14 @@ def publish(
     manifest = bundle.manifest
     base_model = wishes.base_model or manifest.get("base_model")
     origin = origin_of(str(manifest["source"]), manifest.get("revision"), base_model)
-    facts = facts_of(manifest.get("source_card") or {}, origin, bundle.path)
-    licence = licence_of(facts, origin, wishes.given, bundle.path)
+    facts: dict[str, Any] = manifest.get("source_card") or {}
     not_checked = ""
+    try:
+        facts = facts_of(facts, origin, bundle.path)
+    except Unreachable:
+        if not (dry_run and wishes.given.id):
+            raise
+    licence = licence_of(facts, origin, wishes.given, bundle.path)
     if destination is None and dry_run:
         destination, not_checked = looked_at(wishes)
     elif destination is None:
@@ -169,7 +174,7 @@ def looked_at(wishes: Wishes) -> tuple[Destination | None, str]:
         return look(wishes.repo, wishes.revision), ""
     except Unreachable as error:
         return None, (f"whether {wishes.repo} exists and may be written to, which of these files "
-                      f"it has, the token, whether the source is gated ({error})")  # fmt: skip
+                      f"it has, the token, the source's card and terms ({error})")  # fmt: skip
 
 
 def facts_of(facts: dict[str, Any], origin: Origin, bundle: Path | None = None) -> dict[str, Any]:

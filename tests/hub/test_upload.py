@@ -108,6 +108,10 @@ def test_a_dry_run_without_network_does_what_needs_none(
     assert unchecked.startswith(f"not checked: whether {REPO} exists and may be written to, ")
     data = json.loads(run("upload", bundle, REPO, "--dry-run", "--json", env={**env, **how}).out)
     assert data["not_checked"] and data["license"] == {"license": "apache-2.0"}
+    bare = make_bundle(bundle.with_name("cardless"), source_card={})
+    assert run("upload", bare, REPO, "--dry-run", env={**env, **how}).code == 1
+    given = run("upload", bare, REPO, "--dry-run", "--license", "mit", env={**env, **how})
+    assert given.code == 0 and "the source's card and terms" in given.out
     without = make_bundle(bundle.with_name("bare"), source_card={}, source="/a/folder")
     refused = run("upload", without, REPO, "--dry-run", env={**env, **how})
     assert refused.code == 1 and "give the licence it is under by --license ID" in refused.err
