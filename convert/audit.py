@@ -73,7 +73,7 @@ def audit(
     pieces. Raises MlxconvError when the bundle has tensors that the checkpoint lacks.
     """
     tensors = bundle_tensors(folder)
-    specs = Specs(dict(config.get("quantization") or {}), str(folder))
+    specs = Specs(config.get("quantization") or {}, str(folder))
     found = _pairs(tensors, component, parameters, str(component.path), specs)
     result = Audit(bad=_changed(folder, tensors))
     result.missing = [name for name in parameters if name not in found]

@@ -169,7 +169,8 @@ def _source(folder: Path, tensors: bool) -> Held:
 def _converted(folder: Path, tensors: bool) -> Held:
     config = read_json(folder / "config.json")
     found = bundle_tensors(folder)
-    name = config.get("_class_name") or (config.get("architectures") or ["?"])[0]
+    listed = config.get("architectures")
+    name = config.get("_class_name") or (listed[0] if isinstance(listed, list) and listed else "?")
     held = _held(str(name), found, config, tensors, "converted")
     if (folder / PROGRAM_FILE).is_file():
         program = load_program(folder / PROGRAM_FILE)
@@ -190,7 +191,7 @@ def _held(
     tensors: bool,
     status: str,
 ) -> Held:
-    specs = Specs(dict(config.get("quantization") or {}), class_name)
+    specs = Specs(config.get("quantization") or {}, class_name)
     dtypes: Counter[str] = Counter()
     count, quantized, kept, listed = 0, 0, [], []
     for name, tensor in found.items():

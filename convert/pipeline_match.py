@@ -126,7 +126,7 @@ def refuse_adapters(module: nn.Module, label: str) -> None:
 def _differing_weights(module: nn.Module, stored: StoredWeights) -> Iterator[str]:
     """Matrices whose first rows are further from the bundle's than rounding."""
     own, theirs = named_tensors(module), bundle_tensors(stored.folder)
-    specs = Specs(dict(stored.config.get("quantization") or {}), str(stored.folder))
+    specs = Specs(stored.config.get("quantization") or {}, str(stored.folder))
     for name, parameter in stored.parameters.items():
         tensor = own[name]
         if parameter.kind != "linear" or tensor.is_meta or isinstance(tensor, BundleParameter):

@@ -389,7 +389,7 @@ class Specs:
 
     def __init__(self, table: dict[str, Any], where: str) -> None:
         if not isinstance(table, dict):
-            raise MlxconvError(f"{where}/config.json: quantization is no table; convert again")
+            raise MlxconvError(f"{where}/config.json: quantization is not a table; convert again")
         self.table, self.where = table, where
 
     def of(self, module: str) -> Quantization:

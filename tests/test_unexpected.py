@@ -106,5 +106,14 @@ def test_checksums_that_are_no_table(
         assert found.startswith(f"{index}: its metadata is not a table")
 
 
+def test_a_quantization_that_is_no_table(flux_bundle: Bundles, tmp_path: Path) -> None:
+    bundle = shutil.copytree(flux_bundle("4bit"), tmp_path / "bundle")
+    config = bundle / "transformer" / "config.json"
+    change_json(config, lambda data: {**data, "quantization": ["x"]})
+    assert "config.json: quantization is not a table" in reason("inspect", bundle)
+    change_json(config, lambda data: {**data, "_class_name": None, "architectures": 5})
+    assert "unexpected" not in reason("inspect", bundle)
+
+
 def test_a_class_of_no_module() -> None:
     assert "cannot import" in reason("recipe", "new", "..:X")
