@@ -115,6 +115,7 @@ def lower(traced: Traced, compute: torch.dtype | None = None) -> Lowered:
         dict(traced.fixed),
         literals,
         traced.arguments,
+        traced.assumptions,
     )
     return Lowered(entry, *_used_weights(entry, builder.kinds, traced))
 

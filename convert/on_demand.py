@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mlxconv.runtime.binding import bind
+from mlxconv.runtime.binding import NoSuchSize, bind
 from mlxconv.runtime.bundle import MANIFEST, LoadedComponent, read_json
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program import (
@@ -28,6 +28,7 @@ from mlxconv.runtime.program import (
     substitute,
     validate,
 )
+from mlxconv.runtime.sizes import dims_of
 
 from .arrays import torch_to_mlx
 from .call_recipe import recipes_of_call
@@ -180,8 +181,14 @@ def trace_call(
     first: MlxconvError | None = None
     for recipe, dims in recipes_of_call(source.recipe, base, name, config, given):
         try:
-            made = _at_dims(replace(source, recipe=recipe), name, dims)
-            bind(made.program, name, inputs, loaded.executor.compute)
+            own = replace(source, recipe=recipe)
+            made = _at_dims(own, name, dims)
+            try:
+                bind(made.program, name, inputs, loaded.executor.compute)
+            except NoSuchSize as error:
+                decided = dims_of(recipe.sizes_table(config), name, error.axes)
+                made = _at_dims(own, name, dims, decided)
+                bind(made.program, name, inputs, loaded.executor.compute)
             _extend(loaded, made)
         except MlxconvError as error:
             first = first or error
@@ -200,9 +207,13 @@ def _described(base: ProgramRecipe, given: Mapping[str, Any]) -> str:
     return f"calls with {', '.join(more)}" if more else ", ".join(shapes)
 
 
-def _at_dims(source: Traceable, name: str, dims: Mapping[str, int]) -> Compiled:
-    """A program at the recipe's sizes; where the class builds one in, at the call's."""
-    known = {n: dims[n] for n, dim in source.recipe.dims.items() if dim.fixed and n in dims}
+def _at_dims(
+    source: Traceable, name: str, dims: Mapping[str, int], decided: Collection[str] = ()
+) -> Compiled:
+    """A program at the recipe's sizes; where the class builds one in, or decides by one, at the
+    call's."""
+    own = source.recipe.dims.items()
+    known = {n: dims[n] for n, dim in own if n in dims and (dim.fixed or n in decided)}
     made = source.traced([known], [name])
     built_in = made.program.entry(name).sizes
     other = {n: dims[n] for n, size in built_in.items() if dims.get(n, size) != size}

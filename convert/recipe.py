@@ -100,6 +100,7 @@ class ProgramRecipe:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     when: Expression | bool = True
     truths: tuple[bool, ...] = ()  # of the conditions on tensors' values, in their order
+    alike: tuple[str, ...] = ()  # functions whose conditions on sizes change how, not what
 
     def callable(self, module: torch.nn.Module) -> Callable[..., Any]:
         """What the program is traced from; of a submodule its call, so that hooks run."""
@@ -176,22 +177,21 @@ class Recipe:
 
         `dims`: each one's size for tracing; `pixels`: the expressions over W and H; `arguments`:
         for each program the expressions of its Python arguments, by dotted path; `shapes`: those of
-        its inputs, where the class fixes a size.
+        its inputs.
         """
         arguments = {
             name: dict(_expressions(dict(self.programs[name].arguments), ""))
             for name in self.programs_for(config)
         }
-        fixed = any(dim.fixed for dim in self.dims.values())
         shapes = {
             name: {path: list(spec.shape) for path, spec in self.programs[name].inputs.items()}
-            for name in (arguments if fixed else ())
+            for name in arguments
         }
         return {
             "dims": self.trace_dims(config),
             "pixels": dict(self.sizes),
             "arguments": {name: found for name, found in arguments.items() if found},
-            **({"shapes": shapes} if fixed else {}),
+            "shapes": shapes,
         }
 
 
@@ -220,7 +220,7 @@ _TOP = {
     "unused",
 }
 _DIM = {"trace", "check", "fixed", "values"}
-_PROGRAM = {"method", "inputs", "arguments", "when", "truths"}
+_PROGRAM = {"method", "inputs", "arguments", "when", "truths", "alike"}
 _BOUNDS = ("below", "reaches")
 _INPUT = {"shape", "dtype", "stage", "value", "integers", "mask", "count", "when", "known",
           "below", "reaches"}  # fmt: skip
@@ -346,6 +346,7 @@ def _program(read: _Reader, name: str, data: Any, names: set[str] | None) -> Pro
         arguments=arguments,
         when=read.expression(data.get("when", True), f"{key}.when", names),
         truths=read.listed(data.get("truths", []), f"{key}.truths", bool, "true or false"),
+        alike=read.listed(data.get("alike", []), f"{key}.alike", str, "names of functions"),
     )
 
 

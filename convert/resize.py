@@ -9,11 +9,11 @@ from mlxconv.runtime.bundle import open_bundle
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.files import whole
 from mlxconv.runtime.program import CONSTANTS_FILE, PROGRAM_FILE, Program, load_program, to_json
+from mlxconv.runtime.sizes import dims_of
 
 from .bundle_folder import changing
 from .on_demand import Traceable, extended, stored_constants
 from .programs import Compiled, Size, fixed_dims
-from .recipe import Recipe
 
 
 def add_sizes(
@@ -24,9 +24,9 @@ def add_sizes(
 ) -> list[dict[str, int]]:
     """Trace a component at further sizes; gives the sizes it has now.
 
-    sizes: pixels, width and height; dims: fixed dims by the recipe's names. Weights are neither
-    read nor written. Raises MlxconvError where the class fixes no size, or where the new program
-    would read other weights than the bundle has.
+    sizes: pixels, width and height; dims: by the recipe's names, those that the class fixes or
+    decides by. Weights are neither read nor written. Raises MlxconvError where there are none, or
+    where the new program would read other weights than the bundle has.
     """
     opened = open_bundle(bundle)
     if opened.remote is not None:
@@ -35,9 +35,9 @@ def add_sizes(
     if not (folder / PROGRAM_FILE).is_file():
         raise MlxconvError(f"{folder}: has no program; convert it with a recipe")
     source = Traceable.of(folder)
-    wanted = _wanted(source.recipe, sizes, dims or {}, folder)
 
     def with_more(old: Program) -> Compiled:
+        wanted = _wanted(source, old, sizes, dims or {})
         known = [dict(entry.sizes) for entry in old.entries]
         choices = [{**one, **choice} for one in known for choice in wanted]
         unique = [c for i, c in enumerate(choices) if c not in known and c not in choices[:i]]
@@ -67,9 +67,12 @@ def replace_program(folder: Path, make: Callable[[Program], Compiled]) -> Progra
 
 
 def _wanted(
-    recipe: Recipe, sizes: Sequence[Size], dims: Mapping[str, int], folder: Path
+    source: Traceable, old: Program, sizes: Sequence[Size], dims: Mapping[str, int]
 ) -> list[dict[str, int]]:
-    fixed = [dim.name for dim in recipe.dims.values() if dim.fixed]
+    recipe, folder = source.recipe, source.folder
+    table = recipe.sizes_table(source.config)
+    decided = set[str]().union(*(dims_of(table, e.name, e.axes()) for e in old.entries))
+    fixed = [dim.name for dim in recipe.dims.values() if dim.fixed or dim.name in decided]
     if not fixed:
         raise MlxconvError(f"{folder}: {recipe.class_name} takes every size already")
     unknown = sorted(set(dims) - set(fixed))

@@ -11,8 +11,6 @@ import functools
 import gc
 import inspect
 import logging
-import math
-import re
 import traceback
 import types
 import warnings
@@ -31,9 +29,12 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.expressions import axes_in
+from mlxconv.runtime.sizes import dims_of
 
 from . import repeats
 from .conditions import answered
+from .decisions import Decisions, assumptions, find, holds
 from .fake_module import build_module, merged_config
 from .functional import functional
 from .keys import tied_weights
@@ -123,7 +124,8 @@ class Traced:
 
     ``placeholders`` maps a placeholder to the parameter or constant that it stands for.
     ``symbols`` maps the graph's size symbols to recipe expressions. ``fixed`` holds the dims
-    whose value is built into the graph. ``tied`` maps further names of a parameter to its first.
+    whose value is built into the graph, and those asked for that decide what it computes. ``tied``
+    maps further names of a parameter to its first.
     """
 
     class_name: str
@@ -142,6 +144,7 @@ class Traced:
     dtype: torch.dtype = torch.bfloat16  # that stands for the compute dtype in the graph
     tied: dict[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()  # what the method takes by position, in its order
+    assumptions: tuple[str, ...] = ()  # on the sizes of inputs: see `runtime/program.py`
 
 
 # --- the trace --------------------------------------------------------------------------------
@@ -168,16 +171,18 @@ def trace(
     apart: set[str] | None = set()  # blocks that have to be traced each, None for all
     while True:
         job = _job(cls, config, recipe, program, dims, dtype)
+        decided = Decisions(job.entry.alike)
         with (
             _tracing(job.module, apart) as stood_in,
             job.kinds,
+            decided,
             answered(job.entry.truths),
             torch.no_grad(),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")
             try:
-                return _traced(job, functional(_export(job), keep))
+                return _traced(job, functional(_export(job), keep), decided)
             except MlxconvError:
                 raise
             except repeats.Unrepeatable as found:
@@ -260,6 +265,7 @@ class _Job:
     dtype: torch.dtype
     arguments: tuple[str, ...]
     kinds: KindsRead
+    asked: frozenset[str] = frozenset()  # dims whose size is not the recipe's
 
     def inputs(self, dims: Mapping[str, int]) -> dict[str, Any]:
         """The program's example inputs where some dims differ from those traced."""
@@ -322,6 +328,7 @@ def _job(
         dtype,
         arguments,
         kinds,
+        frozenset(dims or ()),
     )
 
 
@@ -403,7 +410,7 @@ def _dynamic_shapes(job: _Job) -> dict[str, Any]:
         if name in job.entry.arguments:
             shapes[name] = pytree.tree_map(auto, job.entry.arguments[name])
     for name, spec in job.entry.inputs.items():
-        value = _find(job.kwargs, spec.path)
+        value = find(job.kwargs, spec.path)
         if value is not None:
             axes = of_tensor(name)
             place(shapes, spec.path, [axes] * len(value) if isinstance(value, list) else axes)
@@ -414,7 +421,7 @@ def _multiples(job: _Job) -> dict[Axis, int]:
     """The axes whose expression is a number times a free dim, with that number."""
     found: dict[Axis, int] = {}
     for spec in job.entry.inputs.values():
-        value = _find(job.kwargs, spec.path)
+        value = find(job.kwargs, spec.path)
         if value is None:
             continue
         listed = isinstance(value, list)
@@ -423,15 +430,6 @@ def _multiples(job: _Job) -> dict[Axis, int]:
             if known := job.multiple(size):
                 found.update(((path, axis), known[0]) for path in paths)
     return found
-
-
-def _find(tree: Any, path: tuple[str | int, ...]) -> Any:
-    for part in path:
-        if isinstance(part, int):
-            tree = tree[part] if isinstance(tree, list) and part < len(tree) else None
-        else:
-            tree = tree.get(part) if isinstance(tree, dict) else None
-    return tree
 
 
 # --- taps -------------------------------------------------------------------------------------
@@ -491,7 +489,7 @@ def _where(error: BaseException) -> str:
 # --- what came out ----------------------------------------------------------------------------
 
 
-def _traced(job: _Job, exported: ExportedProgram) -> Traced:
+def _traced(job: _Job, exported: ExportedProgram, decided: Decisions) -> Traced:
     signature = exported.graph_signature
     tied = tied_weights(job.module)
     parameters = _parameters(job, tied)
@@ -513,6 +511,7 @@ def _traced(job: _Job, exported: ExportedProgram) -> Traced:
         if name not in parameters and (node in used or name.startswith(later))
     }
     inputs = _inputs(job, exported, set(placeholders))
+    assumed = assumptions(decided, exported.graph, inputs)
     return Traced(
         class_name=type(job.module).__name__,
         program=job.entry.name,
@@ -524,7 +523,7 @@ def _traced(job: _Job, exported: ExportedProgram) -> Traced:
         inputs=inputs,
         outputs=_outputs(exported),
         symbols=_symbols(job, exported, inputs),
-        fixed=_fixed(job, exported, inputs),
+        fixed=_fixed(job, exported, inputs, assumed),
         taps=tuple(
             Tap(str(node.args[1]), int(node.args[2]), node.name)
             for node in exported.graph.nodes
@@ -534,6 +533,7 @@ def _traced(job: _Job, exported: ExportedProgram) -> Traced:
         tied=tied,
         dtype=job.dtype,
         arguments=job.arguments,
+        assumptions=assumed,
     )
 
 
@@ -633,7 +633,12 @@ def _symbols(
     return symbols
 
 
-def _fixed(job: _Job, exported: ExportedProgram, inputs: tuple[TracedInput, ...]) -> dict[str, int]:
+def _fixed(
+    job: _Job,
+    exported: ExportedProgram,
+    inputs: tuple[TracedInput, ...],
+    assumed: tuple[str, ...],
+) -> dict[str, int]:
     """The dims that the program reads and whose value, or range, is built into the graph."""
     used = {n for text, _ in _sizes(exported, inputs) for n in names_in(text)}
     built_in = {
@@ -647,16 +652,9 @@ def _fixed(job: _Job, exported: ExportedProgram, inputs: tuple[TracedInput, ...]
             built_in.update(*(names_in(leaf) for leaf in pytree.tree_leaves(value)))
     for name in (used & set(job.dims)) - built_in:
         checks = job.recipe.dims[name].check
-        if any(_unmet(exported, job.inputs({name: size})) for size in checks):
+        if not all(holds(assumed, inputs, job.inputs({name: size})) for size in checks):
             built_in.add(name)
+    paths = {item.placeholder: item.name for item in inputs}
+    read = {(paths[name], axis) for text in assumed for name, axis in axes_in(text)}
+    built_in |= job.asked & dims_of(job.recipe.sizes_table(job.config), job.entry.name, read)
     return {name: size for name, size in job.dims.items() if name in built_in}
-
-
-def _unmet(exported: ExportedProgram, kwargs: Mapping[str, Any]) -> list[str]:
-    """Equations of a size with a number, found while tracing, that these arguments do not meet.
-
-    torch's other conditions on sizes mostly tell how it laid out a tensor, not what it computed.
-    """
-    scope = {"L": kwargs, "max": max, "min": min, "math": math, "torch": torch}
-    equations = [code for code in exported._guards_code if re.search(r"== \d+$", code)]
-    return [code for code in equations if not eval(code, scope)]

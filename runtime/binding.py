@@ -1,6 +1,7 @@
 """Keyword arguments of a torch forward -> the values an entry of a program takes."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -8,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from .errors import MlxconvError
+from .expressions import axes_in, evaluate
 from .ops import dtype_of
 from .program import Arg, Body, Entry, Input, Program, Weight, refs
 
@@ -31,7 +33,7 @@ def choose(
 ) -> tuple[Entry, dict[str, Any]]:
     """As `bind`, without looking at the elements of arrays."""
     entries = [e for e in program.entries if e.name == name] or [program.entry(name)]
-    reasons = []
+    reasons: list[_WrongSize] = []
     for entry in entries:
         try:
             _check_keywords(program.class_name, entry, inputs)
@@ -39,26 +41,33 @@ def choose(
             _check_leaves(entry, inputs)
             _check_literals(entry, inputs)
             _check_siblings(program.class_name, entry, values)
+            _check_assumptions(entry, values)
             return entry, values
         except _WrongSize as error:
-            reasons.append(str(error))
+            reasons.append(error)
     message = f"{program.class_name}.{name}: {reasons[0]}."
-    if not any(e.sizes for e in entries):
+    axes = frozenset[tuple[str, int]]().union(*(reason.axes for reason in reasons))
+    if not axes and not any(e.sizes for e in entries):
         raise NotTaken(message)
-    have = "; ".join(str(e.sizes) for e in entries)
-    raise NoSuchSize(f"{message} Sizes in this bundle: {have}.")
+    have = "; ".join(str(e.sizes) for e in entries if e.sizes)
+    raise NoSuchSize(f"{message} Sizes in this bundle: {have}." if have else message, axes)
 
 
 class NotTaken(MlxconvError):
     """No entry was traced for such inputs; one may be."""
 
 
-class NoSuchSize(NotTaken):
-    """No entry takes inputs of these sizes."""
-
-
 class _WrongSize(NotTaken):
-    """The inputs do not fit this entry; another one may."""
+    """The inputs do not fit this entry; another one may. `axes`: those of inputs, by path and
+    axis, whose sizes an assumption is about."""
+
+    def __init__(self, message: str, axes: frozenset[tuple[str, int]] = frozenset()) -> None:
+        super().__init__(message)
+        self.axes = axes
+
+
+class NoSuchSize(_WrongSize):
+    """No entry takes inputs of these sizes."""
 
 
 def _is_nothing(value: Any) -> bool:
@@ -174,6 +183,27 @@ def _check_siblings(class_name: str, entry: Entry, values: Mapping[str, Any]) ->
             raise NotTaken(
                 f"{class_name}.{entry.name}: {' and '.join(shapes)} differ; pad them to one "
                 "length, or call it with one sample at a time"
+            )
+
+
+def _check_assumptions(entry: Entry, values: Mapping[str, Any]) -> None:
+    """The class does for these sizes what it did for those traced."""
+    paths = {item.name: item.path for item in entry.inputs}
+    sizes = {name: getattr(value, "shape", value) for name, value in values.items()}
+
+    def worded(text: str) -> str:
+        named = re.sub(r"[A-Za-z_]\w*", lambda found: paths.get(found[0], found[0]), text)
+        return re.sub(r"\[(\d+)\]", r".shape[\1]", named)
+
+    for text in entry.assumptions:
+        if not evaluate(text, sizes):
+            read = sorted(axes_in(text))
+            axes = (name if sizes[name] is values[name] else f"{name}[{n}]" for name, n in read)
+            given = ", ".join(f"{worded(one)} = {evaluate(one, sizes)}" for one in axes)
+            raise _WrongSize(
+                f"the class decides by sizes what it computes, and was traced for "
+                f"{worded(text)}; given {given}",
+                frozenset((paths[name], axis) for name, axis in read),
             )
 
 

@@ -201,16 +201,21 @@ class Executor:
         those of arrays are checked too.
         """
         bind = binding.bind if elements else binding.choose
-        try:
-            return bind(self.program, entry, inputs, self.compute)
-        except binding.NoSuchSize as error:
-            asked = asked_sizes(self.weights.config, self.program.entry(entry), inputs)
-            if asked and self.trace_size is not None:
-                self.trace_size(entry, asked)
+        traced: dict[str, int] = {}
+        while True:
+            try:
                 return bind(self.program, entry, inputs, self.compute)
-            command = add_size_command(self.weights.folder, asked)
-            hint = f" Add this one with `{command}`." if asked else ""
-            raise binding.NotTaken(f"{error}{hint}") from None
+            except binding.NoSuchSize as error:
+                first = self.program.entry(entry)
+                asked = asked_sizes(self.weights.config, first, inputs, error.axes)
+                if not asked or self.trace_size is None or asked.keys() <= traced.keys():
+                    command = add_size_command(self.weights.folder, traced | asked)
+                    hint = f" Add this one with `{command}`." if asked else ""
+                    if error.axes and not asked:
+                        hint = " A recipe of your own can trace these sizes (--recipe FILE)."
+                    raise binding.NotTaken(f"{error}{hint}") from None
+                traced |= asked
+                self.trace_size(entry, traced)
 
     def evaluate(
         self,

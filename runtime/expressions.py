@@ -1,6 +1,6 @@
 """Small arithmetic over named sizes, as recipes and the sizes of a bundle's programs hold it.
 
-Names, integers, ``+ - * // %``, comparisons, constant subscripts, and ``len``, ``max``, ``min``,
+Names, integers, ``+ - * / // %``, comparisons, constant subscripts, and ``len``, ``max``, ``min``,
 ``sum``. Data, never Python: nothing else is evaluated.
 """
 
@@ -18,6 +18,7 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
@@ -51,7 +52,7 @@ def evaluate(expression: Expression | bool, names: Mapping[str, Any]) -> Any:
     tree = _parse(expression)
     try:
         return _value(tree, names, expression)
-    except (TypeError, ValueError, ZeroDivisionError, IndexError, KeyError) as error:
+    except (TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
         raise MlxconvError(f"recipe expression {expression!r}: {error}") from error
 
 
@@ -63,13 +64,26 @@ def names_in(expression: Expression | bool) -> set[str]:
     return found - set(_CALLS)
 
 
+def axes_in(expression: str) -> set[tuple[str, int]]:
+    """What it reads of inputs: `("z", 2)` of ``z[2] > 4``, and `("n", 0)` of the number ``n``."""
+    axes = {
+        (name, axis) for node in ast.walk(_parse(expression)) for name, axis in _subscript(node)
+    }
+    return axes | {(name, 0) for name in names_in(expression) - {name for name, _ in axes}}
+
+
+def _subscript(node: ast.AST) -> list[tuple[str, int]]:
+    match node:
+        case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=int(axis))):
+            return [(name, axis)]
+    return []
+
+
 def _parse(expression: str) -> ast.expr:
     try:
         return ast.parse(expression, mode="eval").body
-    except SyntaxError as error:
-        raise MlxconvError(
-            f"recipe expression {expression!r} does not parse: {error.msg}"
-        ) from error
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise MlxconvError(f"recipe expression {expression!r} does not parse: {error}") from error
 
 
 def _value(node: ast.expr, names: Mapping[str, Any], text: str) -> Any:
@@ -106,7 +120,8 @@ def _value(node: ast.expr, names: Mapping[str, Any], text: str) -> Any:
         case _:
             raise MlxconvError(
                 f"recipe expression {text!r}: {ast.unparse(node)!r} is not allowed; use "
-                "integers, names, + - * // %, comparisons, constant subscripts, len, max, min, sum"
+                "integers, names, + - * / // %, comparisons, constant subscripts, len, max, min, "
+                "sum"
             )
 
 

@@ -39,6 +39,7 @@ def show(program: Program) -> str:
         sizes = f"  # sizes {entry.sizes}" if entry.sizes else ""
         inputs = ", ".join(f"{i.name}: {i.type}" for i in entry.inputs)
         lines.append(f"\ndef {entry.name}({inputs}):{sizes}")
+        lines += [f"    # traced for {text}" for text in entry.assumptions]
         stages = value_stages(program, entry)
         for node in entry.nodes:
             latest = max((stages[name] for name in node.out), default=0)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from .errors import MlxconvError
+from .expressions import axes_in, names_in
 from .files import read_text
 
 FORMAT = "mlxconv-program"
@@ -30,6 +31,7 @@ MAX_NODES = 100_000  # as written
 MAX_RUN = 500_000  # as run, each block as often as it is called
 MAX_DEPTH = 16  # of an argument, tuples within tuples
 MAX_INT = 2**63
+MAX_TEXT = 1000  # of an assumption
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,8 @@ class Entry(Body):
     `arguments`: what the method takes by position, in its order, whether traced or not.
     `literals`: what the trace took other arguments to be, by path; of an input, the number that
     fills it, or what its largest element is {"below": n} or {"reaches": n}.
+    `assumptions`: conditions on the sizes of inputs that the trace decided, by input name and axis:
+    `hidden_states[1] > 4`.
     """
 
     name: str = "forward"
@@ -106,6 +110,13 @@ class Entry(Body):
     sizes: dict[str, int] = field(default_factory=dict)
     literals: dict[str, Any] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
+
+    def axes(self) -> frozenset[tuple[str, int]]:
+        """What the assumptions are about: inputs, by path, and the axes read of them."""
+        paths = {item.name: item.path for item in self.inputs}
+        read = (axis for text in self.assumptions for axis in axes_in(text))
+        return frozenset((paths[name], axis) for name, axis in read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +303,7 @@ def to_json(program: Program) -> str:
             "sizes": e.sizes,
             "literals": e.literals,
             "arguments": list(e.arguments),
+            "assumptions": list(e.assumptions),
             "inputs": [[i.name, i.path, i.type, i.stage, i.kinds] for i in e.inputs],
             **_encode_body(e),
         }
@@ -354,6 +366,7 @@ def _parse(data: dict[str, Any]) -> Program:
             sizes={str(k): int(v) for k, v in e["sizes"].items()},
             literals=dict(e["literals"]),
             arguments=_texts(e.get("arguments", [])),
+            assumptions=_texts(e.get("assumptions", [])),
             inputs=tuple(Input(*_texts(fields)) for fields in e["inputs"]),
         )
         for e in data["entries"]
@@ -384,6 +397,14 @@ def validate(program: Program, where: str = "program") -> None:
     if program.count_nodes() > MAX_NODES:
         raise MlxconvError(f"{where}: has {program.count_nodes()} nodes, more than {MAX_NODES}")
     _check_calls(program, where)
+    for entry in program.entries:
+        names = {item.name for item in entry.inputs}
+        wrong = [a for a in entry.assumptions if len(a) > MAX_TEXT or not names_in(a) <= names]
+        if wrong:
+            raise MlxconvError(
+                f"{where}: program {entry.name}: {wrong[0]!r:.80} is no condition on its inputs; "
+                "convert the component again"
+            )
     for label, body in _labelled(program):
         known = {i.name for i in body.inputs} if isinstance(body, Entry) else set(_inputs(body))
         for node in body.nodes:

@@ -14,19 +14,39 @@ _LARGEST = 20_000  # tried for a dim that is part of an expression
 
 
 def asked_sizes(
-    config: Mapping[str, Any], entry: Entry, inputs: Mapping[str, Any]
+    config: Mapping[str, Any],
+    entry: Entry,
+    inputs: Mapping[str, Any],
+    axes: Collection[tuple[str, int]] = (),
 ) -> dict[str, int]:
     """The dims of `entry.sizes` as these inputs have them; {} where they are not all known.
 
     `config`: the component's, whose `mlxconv.sizes` has the shapes of inputs as expressions.
+    `axes`: of inputs, by path; the dims that they read are asked for too.
     """
     table = (config.get("mlxconv") or {}).get("sizes") or {}
+    wanted = {**dict.fromkeys(dims_of(table, entry.name, axes), 0), **entry.sizes}
     pairs = _pairs(table, entry.name, inputs)
-    known = solved(pairs, config, entry.sizes)
-    found = {name: int(known.get(name, size)) for name, size in entry.sizes.items()}
+    known = solved(pairs, config, wanted)
+    found = {name: int(known.get(name, size)) for name, size in wanted.items()}
     given = {**config, **known, **found}
     agreed = all(_fits(e, n, given) for e, n in pairs if names_in(e) <= given.keys())
-    return found if agreed and found != entry.sizes else {}
+    return found if agreed and all(found.values()) and found != entry.sizes else {}
+
+
+def dims_of(table: Mapping[str, Any], entry: str, axes: Collection[tuple[str, int]]) -> set[str]:
+    """The dims that these axes of inputs, by path, or Python arguments are made of.
+
+    `table`: as `mlxconv.sizes` of a component's configuration.
+    """
+    shapes = (table.get("shapes") or {}).get(entry) or {}
+    numbers = (table.get("arguments") or {}).get(entry) or {}
+    found: set[str] = set()
+    for path, axis in axes:
+        of_list = path.rpartition(".")[0]
+        shape = shapes.get(path) or shapes.get(of_list) or [numbers.get(path, 0)]
+        found |= set().union(*map(names_in, shape[axis : axis + 1]))
+    return found & (table.get("dims") or {}).keys()
 
 
 def solved(

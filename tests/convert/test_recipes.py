@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from itertools import product
@@ -168,6 +169,18 @@ def check_sizes(folder: Path, recipe: Recipe) -> None:
         error = np.linalg.norm(np.array(found[0]) - expected) / np.linalg.norm(expected)
         errors[tuple(dims.items())] = float(error)
     assert {dims: error for dims, error in errors.items() if not error <= LIMIT} == {}
+
+
+def test_functions_that_a_recipe_calls_alike_exist() -> None:
+    """`check_sizes` compares what they do: sizes to check take them both ways where they can."""
+    for recipe in all_recipes().values():
+        named = {name for program in recipe.programs.values() for name in program.alike}
+        if named:
+            find_class(recipe.library, recipe.class_name, RECIPES)
+        for name in named:
+            owner, method = name.split(".")
+            loaded = [m for key, m in list(sys.modules.items()) if key.startswith("diffusers.")]
+            assert any(hasattr(getattr(m, owner, None), method) for m in loaded), name
 
 
 def all_sizes(recipe: Recipe, fixed: Mapping[str, int]) -> Iterator[dict[str, int]]:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
+from diffusers import AutoencoderKLHunyuanVideo
 
 from mlxconv.cli import cli
 from mlxconv.convert import resize
@@ -22,7 +27,7 @@ from mlxconv.convert.measure import tiny_checkpoint
 from mlxconv.convert.on_demand import trace_when_called
 from mlxconv.convert.parity import verify
 from mlxconv.convert.programs import Compiled
-from mlxconv.convert.recipe import example_inputs, load_recipe
+from mlxconv.convert.recipe import example_inputs, load_recipe, load_recipe_file
 from mlxconv.convert.resize import add_sizes, replace_program
 from mlxconv.runtime.bundle import load_component
 from mlxconv.runtime.errors import MlxconvError
@@ -51,7 +56,6 @@ def test_a_batch_is_added_without_the_weights(bundle: Path, checkpoint: Path) ->
     report = verify(bundle, checkpoint)
     assert report.passed
     assert len([row for row in report.tiers if row.tier == "forward"]) == 3
-
 
 
 def inputs(batch: int) -> dict[str, Any]:
@@ -143,3 +147,54 @@ def test_what_is_not_fixed_is_named(bundle: Path) -> None:
         add_sizes(bundle, "transformer", dims={"height": 8})
     with pytest.raises(MlxconvError, match=r"derives no dim from pixels: give --dim, of batch"):
         add_sizes(bundle, "transformer", [(64, 64)])
+
+
+@pytest.fixture(scope="module")
+def video(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """HunyuanVideo's VAE, traced as if it took any number of frames, and its bundle."""
+    folder = tmp_path_factory.mktemp("video")
+    text = files("mlxconv").joinpath("recipes", "AutoencoderKLHunyuanVideo.toml").read_text()
+    free = re.sub("latent_frames = .*", "latent_frames = { trace = 3, check = [2] }", text)
+    (folder / "free.toml").write_text(free)
+    recipe = load_recipe_file(folder / "free.toml")
+    assert not any(dim.fixed for dim in recipe.dims.values())
+    source = tiny_checkpoint(recipe, None, folder / "source")
+    convert(source, folder / "bundle", "fp32", recipe=folder / "free.toml")
+    return source, folder / "bundle"
+
+
+def latents(frames: int) -> torch.Tensor:
+    return torch.randn(1, 4, frames, 4, 4, generator=torch.Generator().manual_seed(frames))
+
+
+def decoded(source: Path, frames: int) -> Any:
+    with torch.no_grad():
+        vae = AutoencoderKLHunyuanVideo.from_pretrained(source)
+        return vae.decode(latents(frames), return_dict=False)[0].numpy()
+
+
+def test_another_way_of_the_class_is_traced_when_it_is_called(
+    video: tuple[Path, Path], tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(video[1], tmp_path / "copy"))
+    running = load_component(copy)
+    trace_when_called(running, keep=True, say=lambda text: None)
+    for frames in (3, 5):  # above 4, in overlapping pieces
+        found = running.executor("decode", z=mx.array(latents(frames).numpy()))
+        np.testing.assert_allclose(np.array(found), decoded(video[0], frames), atol=1e-4)
+    assert verify(copy, video[0]).passed
+
+
+def test_the_command_that_adds_another_way_works(video: tuple[Path, Path], tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(video[1], tmp_path / "a copy"))
+    with pytest.raises(
+        MlxconvError, match=r"traced for z\.shape\[2\] <= 4; given .* = 5"
+    ) as refused:
+        load_component(copy).executor("decode", z=mx.array(latents(5).numpy()))
+    command = str(refused.value).split("`")[1]
+    done = CliRunner().invoke(cli, shlex.split(command)[1:])
+    assert done.exit_code == 0, done.output
+    found = load_component(copy).executor("decode", z=mx.array(latents(5).numpy()))
+    np.testing.assert_allclose(np.array(found), decoded(video[0], 5), atol=1e-4)
+    with pytest.raises(MlxconvError, match="latent_height is not fixed, only latent_frames"):
+        add_sizes(copy, "vae", dims={"latent_height": 4})

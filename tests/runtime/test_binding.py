@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from mlxconv.runtime.binding import bind
+from mlxconv.runtime.binding import NoSuchSize, bind
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program import Entry, Input, Program
 
@@ -82,3 +82,20 @@ def test_a_list_has_as_many_items_as_were_traced() -> None:
     for given in ([[(1, 2, 3), (1, 2, 3)]], [[(1, 2, 3)], [(1, 4, 3)]], [[(1, 2, 3, 4)]]):
         with pytest.raises(MlxconvError, match=r"traced without shapes\.[01]"):
             bind(program, "forward", {"shapes": given}, "float32")
+
+
+def test_sizes_choose_the_entry_that_was_traced_for_them() -> None:
+    inputs = (Input("x", "frames.0", "float32[n, 4]"), Input("m", "count", "int"))
+    few = Entry([], (), inputs=inputs, sizes={"n": 2}, assumptions=("x[0] <= 4", "max(m, 3) == 3"))
+    many = Entry([], (), inputs=inputs, assumptions=("x[0] >= 5",))
+    program = Program("Model", [many, few])
+    for n, wanted in ((7, many), (5, many), (4, few), (1, few)):
+        given = {"frames": [mx.zeros((n, 4))], "count": 2}
+        assert bind(program, "forward", given, "float32")[0] is wanted
+    with pytest.raises(NoSuchSize) as refused:
+        bind(program, "forward", {"frames": [mx.zeros((4, 4))], "count": 9}, "float32")
+    assert str(refused.value) == (
+        "Model.forward: the class decides by sizes what it computes, and was traced for "
+        "frames.0.shape[0] >= 5; given frames.0.shape[0] = 4. Sizes in this bundle: {'n': 2}."
+    )
+    assert refused.value.axes == {("frames.0", 0), ("count", 0)}

@@ -107,6 +107,13 @@ def nested(depth: int) -> Any:
     return found
 
 
+def assuming(text: str) -> Change:
+    def change(data: Any) -> None:
+        data["entries"][0]["assumptions"] = [text]
+
+    return change
+
+
 SQUARINGS = [
     node("mul", {"a": f"%n{i}", "b": f"%n{i}"}, (f"n{i + 1}",)) for i in range(70)
 ]  # fmt: skip
@@ -157,6 +164,11 @@ PROGRAMS: dict[str, tuple[Change, str]] = {
         first(node("cast", {"x": 1, "dtype": "=load"})),
         "unknown dtype",
     ),
+    "an assumption of Python": (assuming("__import__('os')"), "no condition on its inputs"),
+    "an assumption on other things": (assuming("secret > 4"), "no condition on its inputs"),
+    "an assumption without end": (assuming("1+" * 10**6 + "1"), "no condition on its inputs"),
+    "a deep assumption": (assuming("(" * 480 + ")" * 480), "does not parse"),
+    "an assumption on no axis": (assuming("hidden_states[99] > 1"), "recipe expression .*range"),
     "results that are not there": (
         first(node("neg", {"x": 1}, ("h", "k"))),
         "names 2 results",

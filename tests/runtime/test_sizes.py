@@ -12,6 +12,7 @@ from mlxconv.runtime.sizes import add_size_command, asked_sizes
 
 VIDEO = ["batch", 3, "4 * latent_frames - 3", "height", "width"]
 TABLE = {
+    "dims": {"batch": 2, "latent_frames": 2, "height": 8, "rows": 4},
     "shapes": {"encode": {"x": VIDEO}, "decode": {"z": ["batch", "channels", "latent_frames"]}},
     "arguments": {"encode": {"sizes.0.1": "patch * rows"}},
 }
@@ -42,6 +43,17 @@ def test_a_size_is_read_off_the_inputs(
 def test_a_size_is_read_off_python_arguments() -> None:
     inputs = {"x": mx.zeros((1, 3, 5, 16, 16)), "sizes": [[3, 12]]}
     assert asked_sizes(CONFIG, entry("encode", rows=4), inputs) == {"rows": 6}
+
+
+def test_dims_that_decide_what_is_computed_are_asked_for() -> None:
+    inputs = {"x": mx.zeros((5, 3, 9, 24, 16))}
+    asked = asked_sizes(CONFIG, entry("encode"), inputs, {("x", 2), ("x", 3)})
+    assert asked == {"latent_frames": 3, "height": 24}
+    assert asked_sizes(CONFIG, entry("encode"), inputs, {("x", 1)}) == {}
+    listed = {"x": [mx.zeros((5, 3, 9, 24, 16))]}
+    assert asked_sizes(CONFIG, entry("encode"), listed, {("x.0", 0)}) == {"batch": 5}
+    numbers = {"x": mx.zeros((5, 3, 9, 24, 16)), "sizes": [[3, 12]]}
+    assert asked_sizes(CONFIG, entry("encode"), numbers, {("sizes.0.1", 0)}) == {"rows": 6}
 
 
 def test_a_bundle_without_the_table_gives_no_size() -> None:
