@@ -222,7 +222,9 @@ class _Bridge:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.shell.check()
         wishes = [n for n in ("tiling", "slicing") if getattr(self.shell.module, f"use_{n}", False)]
-        if wishes and self.shell.by_parts and not self.part:
+        if self.owner is not self.shell.module:
+            wishes = []  # a part already: it is given one tile
+        if wishes and self.shell.by_parts:
             try:
                 with self._parts_in_mlx():
                     return self.original(*args, **kwargs)
@@ -233,7 +235,7 @@ class _Bridge:
                     f"cannot run in MLX one by one ({error}); it is computed whole",
                     stacklevel=2,
                 )
-        with self._without(() if self.part else wishes):
+        with self._without(wishes):
             return self._whole(args, kwargs)
 
     @contextmanager
