@@ -125,6 +125,18 @@ def test_what_is_traced_for_a_call_serves_other_sizes_too(
 
 
 @pytest.mark.slow
+def test_a_controlnet_runs_in_mlx_too(loaded: Callable[[str], Loaded], tmp_path: Path) -> None:
+    folder, *pipes = loaded("qwen_image")
+    made = QWEN_IMAGE.uses["controlnet"]
+    plain, replaced = (using(pipe, made, folder, {}) for pipe in pipes)
+    plain.controlnet.save_pretrained(tmp_path / "controlnet")
+    convert(tmp_path / "controlnet", tmp_path / "fp32", "fp32")
+    into_diffusers(replaced, tmp_path / "fp32")
+    wanted, found = (run(pipe, made.call()) for pipe in (plain, replaced))
+    assert np.abs(found - wanted).max() <= 1e-3
+
+
+@pytest.mark.slow
 def test_masks_of_one_shape_are_told_apart(loaded: Callable[[str], Loaded]) -> None:
     """Prompts of different lengths come padded, with a mask that no recipe lists."""
     _, *pipes = loaded("qwen_image")
