@@ -19,14 +19,21 @@ from tqdm import tqdm
 
 from mlxconv.runtime.bundle import MANIFEST
 from mlxconv.runtime.errors import MlxconvError
-from mlxconv.runtime.families import FAMILIES
+from mlxconv.runtime.exec.weights import WEIGHTS_STEM
+from mlxconv.runtime.generate.families import FAMILIES
+from mlxconv.runtime.generate.options import several, spelled_out
 from mlxconv.runtime.hub.names import hub_name
 from mlxconv.runtime.interrupts import check_interrupt
-from mlxconv.runtime.options import several, spelled_out
-from mlxconv.runtime.program import CONSTANTS_FILE, PROGRAM_FILE, load_program, to_json
-from mlxconv.runtime.weights import WEIGHTS_STEM
+from mlxconv.runtime.program.program import CONSTANTS_FILE, PROGRAM_FILE, load_program, to_json
 
-from .bundle_files import (
+from .lower.program_cache import unpatched, versions
+from .recipe.recipe import RECIPE_FILE, Recipe, load_recipe_file
+from .report import ComponentReport, ConvertReport, grouped_kept
+from .source.checkpoint import INDEX_NAMES, Component, refuse_foreign_links
+from .source.hub import Asked, Download, opened
+from .source.source_card import published_root, read_source_card
+from .source.weight_files import check_unchanged
+from .store.bundle_files import (
     BUNDLE_FORMAT,
     BUNDLE_VERSION,
     component_config,
@@ -34,18 +41,11 @@ from .bundle_files import (
     quantization_table,
     write_json,
 )
-from .bundle_folder import atomic_folder, check_target, settle
-from .checkpoint import INDEX_NAMES, Component, refuse_foreign_links
-from .hub_source import Asked, Download, opened
-from .jobs import Job, Options, Run, bundle_bytes, check_options, prepare
-from .program_cache import unpatched, versions
-from .publishing.source_card import published_root, read_source_card
-from .recipe import RECIPE_FILE, Recipe, load_recipe_file
-from .report import ComponentReport, ConvertReport, grouped_kept
-from .resume import fingerprint, unfinished_folder, unfinished_path
-from .unread import unread_tensors
-from .weight_files import check_unchanged
-from .writer import Saved, read_back, write_weights
+from .store.bundle_folder import atomic_folder, check_target, settle
+from .store.jobs import Job, Options, Run, bundle_bytes, check_options, prepare
+from .store.resume import fingerprint, unfinished_folder, unfinished_path
+from .store.unread import unread_tensors
+from .store.writer import Saved, read_back, write_weights
 
 
 @spelled_out(Options)

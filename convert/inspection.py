@@ -10,18 +10,18 @@ from typing import Any
 
 from mlxconv.runtime.bundle import is_bundle, open_bundle, read_json
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.exec.weights import INDEX_FILE, Specs
 from mlxconv.runtime.files import format_bytes
 from mlxconv.runtime.hub.bundles import is_hub_bundle
 from mlxconv.runtime.hub.download import open_remote
 from mlxconv.runtime.hub.names import hub_name
-from mlxconv.runtime.program import PROGRAM_FILE, load_program
-from mlxconv.runtime.weights import INDEX_FILE, Specs
+from mlxconv.runtime.program.program import PROGRAM_FILE, load_program
 
-from .bundle_files import bundle_tensors
-from .checkpoint import Checkpoint, open_checkpoint, open_component
-from .hub_source import Asked, bundle_outline, opened_remote, shown_name
 from .report import describe_unread, human_count
-from .safetensors_io import StoredTensor
+from .source.checkpoint import Checkpoint, open_checkpoint, open_component
+from .source.hub import Asked, bundle_outline, opened_remote, shown_name
+from .source.safetensors_io import StoredTensor
+from .store.bundle_files import bundle_tensors
 
 
 @dataclass

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from .errors import MlxconvError
-from .executor import Executor
+from .exec.executor import Executor
+from .exec.weights import INDEX_FILE, Weights
 from .files import is_plain
 from .files import read_json as read_json
 from .hub.names import hub_name
-from .ops import dtype_of, on_cpu
-from .program import CONSTANTS_FILE, PROGRAM_FILE, Program, load_program
-from .weights import INDEX_FILE, Weights
+from .ops.table import dtype_of, on_cpu
+from .program.program import CONSTANTS_FILE, PROGRAM_FILE, Program, load_program
 
 if TYPE_CHECKING:
     from .hub.bundles import HubBundle

@@ -1,98 +1,72 @@
-"""The user's folders on this machine: caches, and a private one for MLX's compiled kernels."""
+"""What a figure was measured on: chip, versions, and the matrix library on Linux."""
 
-import atexit
-import ctypes
 import os
 import platform
-import re
-import shutil
-import stat
+import resource
 import sys
-import tempfile
-import warnings
-from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
-_kept: list[Path] = []  # the folder that this process has chosen
-_TEMPORARY = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # where C++ looks for a temporary folder
+import mlx.core as mx
 
-
-def cache_folder(name: str) -> Path:
-    """A folder of $MLXCONV_CACHE, or of the user's cache folder by the system's convention."""
-    if given := os.environ.get("MLXCONV_CACHE"):
-        return Path(given).expanduser() / name
-    if sys.platform == "darwin":
-        return Path("~/Library/Caches/mlxconv").expanduser() / name
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mlxconv" / name
+from .ops.table import on_cpu
 
 
-def keep_kernels_private() -> Path | None:
-    """Have MLX keep its compiled kernels where nobody else can put one; None where it does.
-
-    MLX loads `mlx/VERSION/cpu/lib*.so` of the temporary folder when it evaluates a compiled
-    function; on a shared machine anybody can put a library there first. The folder can be moved by
-    TMPDIR alone. It is set in C's environment only: Python's `tempfile` and `os.environ` stay as
-    they are.
-    """
-    if os.name != "posix" or _is_ours(_temporary_folder()):
+def find_mkl() -> str | None:
+    """MKL's one library, where `pip install mkl` puts it; MLX's own fp32 product is 27 times
+    slower on Linux."""
+    if not sys.platform.startswith("linux"):
         return None
-    if not _kept:
-        _kept.append(_kernel_folder())
-        ctypes.CDLL(None).setenv(b"TMPDIR", os.fsencode(_kept[0]), 1)
-    _kept[0].mkdir(mode=0o700, parents=True, exist_ok=True)  # caches may be deleted at any time
-    return _kept[0]
+    found = sorted(Path(sys.prefix).glob("lib/libmkl_rt.so*"))
+    return str(found[-1]) if found else None
 
 
-def unfinished_kernels() -> set[str]:
-    """Names of kernels for the CPU that MLX has written and not yet compiled."""
-    folder = keep_kernels_private() or _temporary_folder()
-    names = {suffix: {file.stem.removeprefix("lib") for file in folder.glob(f"mlx/*/cpu/*{suffix}")}
-             for suffix in (".cpp", ".so")}  # fmt: skip
-    return names[".cpp"] - names[".so"]
+def environment() -> dict[str, str]:
+    """Of a process that measures: MKL preloaded where there is one."""
+    mkl = find_mkl()
+    added = {"LD_PRELOAD": mkl, "MKL_INTERFACE_LAYER": "LP64"} if mkl else {}
+    return {**os.environ, **added}
 
 
-def _temporary_folder() -> Path:
-    return Path(next((v for k in _TEMPORARY if (v := os.environ.get(k))), "/tmp"))
+def chip() -> str:
+    """The processor's name and the number of its cores."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = named[0] if named else platform.processor() or platform.machine()
+    if not on_cpu():
+        name = str(mx.device_info().get("device_name", name))
+    return f"{name}, {os.cpu_count()} cores"
 
 
-def _kernel_folder() -> Path:
-    """One for each host: kernels are compiled for its processor, and homes may be shared."""
-    host = re.sub(r"[^A-Za-z0-9]", "-", platform.node()) or "host"
-    folder = cache_folder("kernels") / host
+def peak_rss_bytes() -> int:
+    """The most memory that this process has held."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def described() -> dict[str, Any]:
+    """Chip, system, backend and versions, for a report.
+
+    tf32: whether MLX may round the factors of fp32 products to TF32, on GPUs that have it.
+    """
+    mkl = find_mkl()
+    return {
+        "chip": chip(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "device": "cpu" if on_cpu() else "gpu",
+        "tf32": os.environ.get("MLX_ENABLE_TF32", "1") != "0",
+        "blas": Path(mkl).name if mkl else "mlx",
+        "versions": {
+            name: found for name in ("mlxconv", "mlx", "numpy") if (found := _version(name))
+        }
+        | {"python": platform.python_version()},
+    }
+
+
+def _version(package: str) -> str | None:
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if _is_ours(folder):
-            folder.chmod(0o700)
-            return folder
-        reason = "others can write to it, or to a folder above it"
-    except OSError as error:
-        reason = error.strerror or str(error)
-    return _passing_folder(f"{folder}: {reason}")
-
-
-@cache
-def _passing_folder(reason: str) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="mlxconv-kernels-"))  # of mode 0700
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    warnings.warn(
-        f"{reason}; MLX compiles its kernels anew for this process. Set MLXCONV_CACHE to a folder "
-        "that only you can write to",
-        stacklevel=4,
-    )
-    return folder
-
-
-def _is_ours(folder: Path) -> bool:
-    """Whether it is this user's folder, no link, that nobody else can write to or replace."""
-    try:
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            return False
-        above = [p.stat() for p in folder.resolve().parents]
-    except OSError:
-        return False
-    others = stat.S_IWGRP | stat.S_IWOTH
-    return not found.st_mode & others and all(
-        p.st_uid in (0, os.getuid()) and (not p.st_mode & others or p.st_mode & stat.S_ISVTX)
-        for p in above
-    )
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -87,7 +87,7 @@ def own_environment() -> Iterator[None]:
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """No test reads or fills the user's cache of programs; MLX's kernels are kept, as they take a
     minute to compile."""
-    from mlxconv.runtime.machine import keep_kernels_private
+    from mlxconv.runtime.cache_folders import keep_kernels_private
 
     folder, kernels = tmp_path_factory.mktemp("cache"), keep_kernels_private()
     if kernels is not None:
@@ -98,8 +98,8 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session")
 def flux_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny FluxTransformer2DModel: 2 double and 2 single blocks, fp32."""
-    from mlxconv.convert.measure import tiny_checkpoint
-    from mlxconv.convert.recipe import load_recipe
+    from mlxconv.convert.catalog.figures import tiny_checkpoint
+    from mlxconv.convert.recipe.recipe import load_recipe
 
     folder = tmp_path_factory.mktemp("flux") / "transformer"
     return tiny_checkpoint(load_recipe("FluxTransformer2DModel"), None, folder)
@@ -139,8 +139,8 @@ def _pipeline(folder: Path) -> Path:
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
     from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
-    from mlxconv.convert.measure import tiny_checkpoint
-    from mlxconv.convert.recipe import load_recipe
+    from mlxconv.convert.catalog.figures import tiny_checkpoint
+    from mlxconv.convert.recipe.recipe import load_recipe
 
     clip, t5 = _clip_tokenizer(), _t5_tokenizer()
     flux, vae = load_recipe("FluxTransformer2DModel"), load_recipe(AutoencoderKL.__name__)

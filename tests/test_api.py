@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import mlxconv
-from mlxconv.convert.jobs import Options
+from mlxconv.convert.store.jobs import Options
 from mlxconv.runtime.bundle import LoadedComponent
 from mlxconv.runtime.errors import MlxconvError
-from mlxconv.runtime.executor import Executor
+from mlxconv.runtime.exec.executor import Executor
 
 from .conftest import Bundles
 
@@ -60,10 +60,10 @@ def test_help_explains(name: str, shows: list[str]) -> None:
 
 def test_convert_is_still_a_package() -> None:
     import mlxconv.convert.conversion as module
-    from mlxconv.convert import jobs
+    from mlxconv.convert.store import jobs
 
     assert mlxconv.convert.conversion is module
-    assert mlxconv.convert.jobs is jobs
+    assert mlxconv.convert.store.jobs is jobs
 
 
 def test_help_on_convert_is_of_the_function_alone() -> None:

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from mlxconv.cli import cli
 from mlxconv.runtime.errors import MlxconvError
-from mlxconv.runtime.measuring.machine import described
+from mlxconv.runtime.machine import described
 
 SETTING = "MLX_ENABLE_TF32"
 EXACT = {
@@ -36,7 +36,7 @@ def test_which_arithmetic_a_command_uses(
     def refuse(*args: object, **options: object) -> None:
         raise MlxconvError("not now")
 
-    monkeypatch.setattr("mlxconv.convert.demo.demo", refuse)
+    monkeypatch.setattr("mlxconv.convert.demo.demo.demo", refuse)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(SETTING, given or "")
     if given is None:
@@ -48,7 +48,7 @@ def test_which_arithmetic_a_command_uses(
 
 
 def test_verify_from_python_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlxconv.convert.parity import verify
+    from mlxconv.convert.verify.verify import verify
 
     monkeypatch.setenv(SETTING, "1")
     with pytest.raises(MlxconvError):

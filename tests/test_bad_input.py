@@ -20,7 +20,8 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from mlxconv.cli import cli
-from mlxconv.convert import conversion, writer
+from mlxconv.convert import conversion
+from mlxconv.convert.store import writer
 from mlxconv.runtime.bundle import load_component
 from mlxconv.runtime.errors import MlxconvError
 
@@ -64,7 +65,7 @@ def sharded(flux_checkpoint: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def no_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused before minutes of tracing."""
-    monkeypatch.delattr("mlxconv.convert.jobs.compile_program")
+    monkeypatch.delattr("mlxconv.convert.store.jobs.compile_program")
 
 
 def usage_error(*arguments: str | Path) -> str:

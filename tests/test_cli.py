@@ -284,7 +284,7 @@ def test_what_nobody_expected_is_one_line_too(
     def fail(name: str | None) -> None:
         raise RuntimeError("first line\nsecond line")
 
-    monkeypatch.setattr("mlxconv.convert.supported.supported_models", fail)
+    monkeypatch.setattr("mlxconv.convert.catalog.supported.supported_models", fail)
     code, _, err = in_process(["models"], monkeypatch, capsys)
     assert code == 1
     assert err.startswith("error: RuntimeError: first line (unexpected; --debug")
@@ -297,7 +297,7 @@ def test_a_missing_extra_says_how_to_install_it(
     def fail(name: str | None) -> None:
         raise ModuleNotFoundError("No module named 'diffusers'", name="diffusers")
 
-    monkeypatch.setattr("mlxconv.convert.supported.supported_models", fail)
+    monkeypatch.setattr("mlxconv.convert.catalog.supported.supported_models", fail)
     code, _, err = in_process(["models"], monkeypatch, capsys)
     assert (code, err) == (
         1,

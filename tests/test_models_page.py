@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mlxconv.convert.measure import PRECISIONS
-from mlxconv.convert.real_size import published, read_rows
-from mlxconv.convert.recipe import all_recipes, recipe_names
-from mlxconv.convert.supported import Supported, supported_models
+from mlxconv.convert.catalog.figures import PRECISIONS
+from mlxconv.convert.catalog.real_size import published, read_rows
+from mlxconv.convert.catalog.supported import Supported, supported_models
+from mlxconv.convert.recipe.recipe import all_recipes, recipe_names
 
 ROOT = Path(__file__).parent.parent
 

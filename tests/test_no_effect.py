@@ -11,11 +11,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mlxconv.cli import cli
-from mlxconv.runtime.denoise import LoopSettings
 from mlxconv.runtime.errors import ArgumentError
-from mlxconv.runtime.families import FAMILIES
-from mlxconv.runtime.options import Options
-from mlxconv.runtime.pipeline import Pipeline, load
+from mlxconv.runtime.generate.denoise import LoopSettings
+from mlxconv.runtime.generate.families import FAMILIES
+from mlxconv.runtime.generate.options import Options
+from mlxconv.runtime.generate.pipeline import Pipeline, load
 
 from .conftest import Bundles
 

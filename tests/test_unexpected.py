@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from mlxconv.cli import _reason, cli
-from mlxconv.convert.reference import Reference, replaced_weights
+from mlxconv.convert.verify.reference import Reference, replaced_weights
 from mlxconv.runtime.errors import MlxconvError
 
 from .bundles import change_json

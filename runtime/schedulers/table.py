@@ -15,12 +15,7 @@ from .ddim import ddim, ddpm
 from .dpmsolver import dpmsolver
 from .edm import edm_dpmsolver, edm_euler
 from .euler import euler, euler_ancestral, heun
-from .flow_match import (
-    flow_match_ancestral,
-    flow_match_euler,
-    flow_match_heun,
-    flow_match_lcm,
-)
+from .flow_match import flow_match_ancestral, flow_match_euler, flow_match_heun, flow_match_lcm
 from .options import (
     BETA,
     BETAS,

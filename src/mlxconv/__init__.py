@@ -12,39 +12,39 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .convert.conversion import convert as convert
     from .convert.inspection import inspect as inspect
-    from .convert.into_diffusers import into_diffusers as into_diffusers
-    from .convert.parity import ParityReport as ParityReport
-    from .convert.parity import verify as verify
+    from .convert.into_diffusers.replace import into_diffusers as into_diffusers
     from .convert.report import ConvertReport as ConvertReport
+    from .convert.verify.verify import ParityReport as ParityReport
+    from .convert.verify.verify import verify as verify
     from .runtime.bundle import load_component as load_component
-    from .runtime.denoise import LoopSettings as LoopSettings
-    from .runtime.denoise import denoise as denoise
     from .runtime.errors import MlxconvError as MlxconvError
-    from .runtime.guidance import Guidance as Guidance
-    from .runtime.guidance import Guided as Guided
-    from .runtime.pipeline import Pipeline as Pipeline
-    from .runtime.pipeline import load as load
+    from .runtime.generate.denoise import LoopSettings as LoopSettings
+    from .runtime.generate.denoise import denoise as denoise
+    from .runtime.generate.guidance import Guidance as Guidance
+    from .runtime.generate.guidance import Guided as Guided
+    from .runtime.generate.pipeline import Pipeline as Pipeline
+    from .runtime.generate.pipeline import load as load
+    from .runtime.generate.staging import Staged as Staged
     from .runtime.schedulers import make_schedule as make_schedule
     from .runtime.schedulers import read_scheduler as read_scheduler
-    from .runtime.staging import Staged as Staged
 
 _WHERE = {
     "ConvertReport": ".convert.report",
-    "Guidance": ".runtime.guidance",
-    "Guided": ".runtime.guidance",
-    "LoopSettings": ".runtime.denoise",
+    "Guidance": ".runtime.generate.guidance",
+    "Guided": ".runtime.generate.guidance",
+    "LoopSettings": ".runtime.generate.denoise",
     "MlxconvError": ".runtime.errors",
-    "ParityReport": ".convert.parity",
-    "Pipeline": ".runtime.pipeline",
-    "Staged": ".runtime.staging",
-    "denoise": ".runtime.denoise",
+    "ParityReport": ".convert.verify.verify",
+    "Pipeline": ".runtime.generate.pipeline",
+    "Staged": ".runtime.generate.staging",
+    "denoise": ".runtime.generate.denoise",
     "inspect": ".convert.inspection",
-    "into_diffusers": ".convert.into_diffusers",
-    "load": ".runtime.pipeline",
+    "into_diffusers": ".convert.into_diffusers.replace",
+    "load": ".runtime.generate.pipeline",
     "load_component": ".runtime.bundle",
     "make_schedule": ".runtime.schedulers",
     "read_scheduler": ".runtime.schedulers",
-    "verify": ".convert.parity",
+    "verify": ".convert.verify.verify",
 }
 __all__ = [
     "ConvertReport",

@@ -54,7 +54,7 @@ def _emit(as_json: bool, data: dict[str, Any], text: str, note: str = "") -> Non
 
 def _command_line() -> str:
     """This command as it may be published: without tokens and the home folder's path."""
-    from .convert.publishing.redaction import without_home, without_token
+    from .convert.publish.redaction import without_home, without_token
 
     return without_home(without_token(shlex.join(["mlxconv", *sys.argv[1:]])))
 
@@ -103,8 +103,8 @@ def _publishing(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wishes(repo: str, publishing: dict[str, Any], as_json: bool, **more: Any) -> Any:
     """How to publish, from the options; the client's progress bars are people's."""
-    from .convert.publishing.licence import Given
-    from .convert.publishing.publish import Wishes
+    from .convert.publish.licence import Given
+    from .convert.publish.publish import Wishes
 
     if as_json:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -187,7 +187,7 @@ def convert(
     progress = not as_json or verbose
     options |= {"set": settings, "progress": progress, "command": _command_line()}
     if upload_repo is not None:
-        from .convert.publishing.one_command import convert_and_publish
+        from .convert.publish.one_command import convert_and_publish
 
         out = out or Path(upload_repo.rpartition("/")[2])
         wishes = _wishes(upload_repo, publishing, as_json)
@@ -201,7 +201,7 @@ def convert(
         report = run(source, out, q, **options)
         data, text, note, passed = report.as_json(), report.as_text(), report.notes(), True
         if verify_after and not options["dry_run"]:
-            from .convert.publishing.measured import measure
+            from .convert.verify.record import measure
 
             chosen = {name: options[name] for name in ("recipe", "model_class")}
             parity = measure(out, source, **chosen)
@@ -255,7 +255,7 @@ def verify(
     judges them.
     """
     _exact()
-    from .convert.parity import verify as run
+    from .convert.verify.verify import verify as run
 
     told = (lambda text: None) if as_json and not verbose else say
     report = run(bundle, against, dims=dict(dims), command=_command_line(), say=told, **options)
@@ -282,8 +282,8 @@ def inspect(
                                "--revision out (ORG/NAME@REVISION)")  # fmt: skip
     if program is not None:
         from .runtime.bundle import program_of
-        from .runtime.printed import show as pseudo_code
-        from .runtime.program import to_json
+        from .runtime.program.printed import show as pseudo_code
+        from .runtime.program.program import to_json
 
         found = program_of(path, program)
         show(to_json(found) if as_json else pseudo_code(found))
@@ -332,15 +332,15 @@ def bench(
     as_json: bool, verbose: bool, debug: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Measure a denoising step of BUNDLE: its time and memory, beside a peer's if asked."""
-    from .convert.peer_command import peer_command
-    from .runtime.measuring.bench import Settings
-    from .runtime.measuring.bench import bench as run
+    from .convert.peers.command import peer_command
+    from .runtime.bench.bench import Settings
+    from .runtime.bench.bench import bench as run
 
     chosen = (10 if ablate else 4) if steps is None else steps
     settings = Settings(bundle.expanduser(), steps=chosen, dims=dict(dims), **options)
     told = say if verbose or not as_json else lambda text: None
     if ablate:
-        from .runtime.measuring.ablation import ablate as run_rows
+        from .runtime.bench.ablation import ablate as run_rows
 
         table = run_rows(settings, told)
         _emit(as_json, table.as_json(), table.as_text())
@@ -359,8 +359,8 @@ def profile(
     **options: Any,
 ) -> None:  # fmt: skip
     """Show where a generation's time goes: its phases; inside a step, blocks and ops."""
-    from .runtime.measuring.bench import Settings
-    from .runtime.measuring.profiling import profile as run
+    from .runtime.bench.bench import Settings
+    from .runtime.bench.profiling import profile as run
 
     report = run(Settings(bundle.expanduser(), dims=dict(dims), **options))
     _emit(as_json, report.as_json(), report.as_text())
@@ -381,7 +381,7 @@ def add_size(
     """Add a size to BUNDLE, for classes that fix theirs; the weights stay as they are."""
     if not sizes and not dims:
         raise click.UsageError("give --size WxH or --dim NAME=SIZE")
-    from .convert.resize import add_sizes
+    from .convert.store.add_size import add_sizes
 
     have = add_sizes(bundle, component, sizes, dict(dims))
     _emit(as_json, {"bundle": bundle, "component": component, "sizes": have}, f"sizes: {have}")
@@ -473,9 +473,9 @@ def generate(
         raise click.UsageError("give a PROMPT or --prompts FILE, not both")
     if len(seeds) > 1 and options["count"] != 1:
         raise click.UsageError("--count counts up from one --seed: give one of the two")
-    from .runtime.denoise import LoopSettings
-    from .runtime.finite import NotFinite
-    from .runtime.generation import generate as run
+    from .runtime.exec.finite import NotFinite
+    from .runtime.generate.command import generate as run
+    from .runtime.generate.denoise import LoopSettings
 
     asked = prompt if prompts is None else _lines(prompts)
     each = len(asked) if isinstance(asked, list) else 1
@@ -508,7 +508,7 @@ def upload(
 ) -> None:  # fmt: skip
     """Publish BUNDLE as REPO on the Hub, with a card; done when every checksum there agrees."""
     _exact()
-    from .convert.publishing.publish import publish
+    from .convert.publish.publish import publish
 
     wishes = _wishes(repo, publishing, as_json, **options)
     report = publish(bundle, wishes, dry_run=dry_run, say=say)
@@ -537,12 +537,12 @@ def recipe_new(
 
     CLASS is a class of diffusers or transformers, or package.module:Class.
     """
-    from .convert.recipe import recipe_names
+    from .convert.recipe.recipe import recipe_names
 
     if not derive and class_name in recipe_names():
         unused = "; --config has no effect without it" if config else ""
         say(f"mlxconv ships this recipe, and `convert` uses it; --derive derives another{unused}")
-    from .convert.derived import new_recipe
+    from .convert.trace.derive import new_recipe
 
     if force and out is None:
         raise click.UsageError("--force replaces a file: give -o FILE too")
@@ -570,7 +570,7 @@ def models(
 
     NAME selects classes and pipelines by a part of their name; a single one is shown in full.
     """
-    from .convert.supported import supported_models
+    from .convert.catalog.supported import supported_models
 
     if markdown and (as_json or name):
         raise click.UsageError("--markdown prints the whole page: leave NAME and --json out")
@@ -589,7 +589,7 @@ def models(
 def demo(out: Path | None, prompts: int, as_json: bool, verbose: bool, debug: bool) -> None:
     """Convert, verify, generate and compare with a tiny trained FLUX.1, offline."""
     _exact()
-    from .convert.demo import demo as run
+    from .convert.demo.demo import demo as run
 
     report = run(out, say if verbose or not as_json else lambda text: None, prompts)
     _emit(as_json, report.as_json(), report.as_text())
@@ -631,7 +631,7 @@ def main() -> None:
     except Exception as error:
         if "--debug" in sys.argv:
             raise
-        from .convert.publishing.redaction import without_token
+        from .convert.publish.redaction import without_token
 
         say(f"error: {without_token(_reason(error))}")
         raise SystemExit(2 if isinstance(error, ArgumentError) else 1) from None

@@ -122,7 +122,7 @@ def _setting(text: str) -> tuple[str, str]:
     pattern, equals, bits = text.rpartition("=")
     if not (equals and pattern and bits):
         raise MlxconvError(f"{text!r} is not PATTERN=BITS, such as blocks.*.attn.**=8")
-    from .convert.quantization import parse_precision
+    from .convert.quantize.policy import parse_precision
 
     parse_precision(f"{bits}bit" if bits.isdecimal() else bits)
     return pattern, bits
@@ -142,14 +142,14 @@ def _numbers(text: str) -> tuple[float, ...]:
 def _precision(text: str) -> str:
     """A name, or a policy file that is there; what that holds is read later."""
     if not text.endswith(".toml"):
-        return _checked(".convert.quantization:parse_precision")(text)
+        return _checked(".convert.quantize.policy:parse_precision")(text)
     if not Path(text).expanduser().is_file():
         raise MlxconvError(f"{text}: no such policy file")
     return text
 
 
 def _group_size(text: str) -> int:
-    from .convert.quantization import AFFINE_GROUPS
+    from .convert.quantize.policy import AFFINE_GROUPS
 
     if _integer(text) not in AFFINE_GROUPS:
         raise MlxconvError(f"{text!r} is not one of {', '.join(map(str, sorted(AFFINE_GROUPS)))}")
@@ -157,7 +157,7 @@ def _group_size(text: str) -> int:
 
 
 def _picture_file(text: str) -> Path:
-    from .runtime.picture_files import check_file
+    from .runtime.generate.picture_files import check_file
 
     check_file(text)
     return Path(text)
@@ -184,7 +184,7 @@ def _program(text: str) -> str:
 
 CLASS = Parsed("MODULE:CLASS", _class)
 COUNT = Integer(1)
-DECODER = Parsed("tiny|PATH", _checked(".runtime.decoders:check_decoder"))
+DECODER = Parsed("tiny|PATH", _checked(".runtime.generate.decode:check_decoder"))
 DIM = Parsed("NAME=SIZE", _dim)
 FILE = click.Path(path_type=Path, dir_okay=False)
 FLOAT_TYPE = FloatType()
@@ -195,19 +195,19 @@ NUMBERS = Parsed("N,N,...", _numbers)
 OLD_FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
 OLD_FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
 OLD_PATH = click.Path(path_type=Path, exists=True)
-PICTURE = Parsed("FILE|FOLDER", _checked(".runtime.picture_files:check_target"))
+PICTURE = Parsed("FILE|FOLDER", _checked(".runtime.generate.picture_files:check_target"))
 PICTURE_FILE = Parsed("FILE", _picture_file)
 POSITIVE = Number(min=0, min_open=True)
 PRECISION = Parsed("PRECISION", _precision)
 PROGRAM = Parsed("PROGRAM", _program)
-REPOSITORY = Parsed("NAMESPACE/NAME", _checked(".convert.publishing.preflight:check_repo_id"))
+REPOSITORY = Parsed("NAMESPACE/NAME", _checked(".convert.publish.preflight:check_repo_id"))
 SCALE = Number(min=0)
 SCHEDULER = Parsed("NAME", _checked(".runtime.schedulers.config:check_name"))
 SEED = Integer(0, 2**64 - 1)
 SETTING = Parsed("PATTERN=BITS", _setting)
 SHARE = Number(0, 1)
 SIZE = Parsed("WxH", _size)
-TILE = Parsed("auto|off|MB", _checked(".runtime.tiling:work_of"))
+TILE = Parsed("auto|off|MB", _checked(".runtime.generate.tiling:work_of"))
 TOKENS = Integer(1, 1 << 15)
 UP_TO_200 = click.IntRange(1, 200)  # held-out prompts of the demo
 URL = Parsed("URL", _address)

@@ -56,8 +56,8 @@ def peak_bytes() -> int:
 
 def depth(class_name: str) -> dict[str, Any]:
     """fp32 parity of the recipe's tiny width at the real number of blocks."""
-    from mlxconv.convert.measure import measure
-    from mlxconv.convert.recipe import load_recipe
+    from mlxconv.convert.catalog.figures import measure
+    from mlxconv.convert.recipe.recipe import load_recipe
 
     recipe = load_recipe(class_name)
     deep = replace(recipe, tiny={**recipe.tiny, **DEEP[class_name]})
@@ -71,9 +71,9 @@ def trace(class_name: str) -> dict[str, Any]:
     """Trace, lower, rewrite, outline and write the program of the class at real size."""
     import diffusers
 
-    from mlxconv.convert.programs import compile_program
-    from mlxconv.convert.recipe import load_recipe
-    from mlxconv.runtime.program import to_json
+    from mlxconv.convert.lower.compile import compile_program
+    from mlxconv.convert.recipe.recipe import load_recipe
+    from mlxconv.runtime.program.program import to_json
 
     base = peak_bytes()
     started, cpu = time.perf_counter(), time.process_time()
@@ -97,11 +97,11 @@ def trace(class_name: str) -> dict[str, Any]:
 
 def size(class_name: str, *pixels: str) -> dict[str, Any]:
     """The error of each entry at these sizes, beside that of sums added one after the other."""
+    from mlxconv.convert.catalog.figures import tiny_checkpoint
     from mlxconv.convert.conversion import convert as run
-    from mlxconv.convert.measure import tiny_checkpoint
-    from mlxconv.convert.parity import verify
-    from mlxconv.convert.recipe import load_recipe
-    from mlxconv.runtime.oplib import long_sums
+    from mlxconv.convert.recipe.recipe import load_recipe
+    from mlxconv.convert.verify.verify import verify
+    from mlxconv.runtime.ops import long_sums
 
     recipe = load_recipe(class_name)
     recipe = replace(recipe, tiny={**recipe.tiny, **NARROW.get(class_name, {})})
@@ -134,8 +134,8 @@ def make(folder: str, double: str, single: str) -> dict[str, Any]:
     import diffusers
     import numpy as np
 
-    from mlxconv.convert.fake_module import build_module
-    from mlxconv.convert.writer import Output, pass_through, write_weights
+    from mlxconv.convert.source.fake_module import build_module
+    from mlxconv.convert.store.writer import Output, pass_through, write_weights
 
     config = {"num_layers": int(double), "num_single_layers": int(single), "guidance_embeds": True}
     module, _ = build_module(diffusers.FluxTransformer2DModel, config)
@@ -228,7 +228,7 @@ def refit() -> dict[str, Any]:
     import mlx.core as mx
     import numpy as np
 
-    from mlxconv.convert.affine import quantize_affine
+    from mlxconv.convert.quantize.affine import quantize_affine
 
     rows, width, group = 1024, 4096, 64
     noise = np.random.default_rng(0).standard_normal((rows, width)).astype(np.float32)
@@ -258,10 +258,10 @@ def strips(pixels: str, budget_mib: str) -> dict[str, Any]:
     import numpy as np
 
     from mlxconv import convert as run
-    from mlxconv.convert.measure import tiny_checkpoint
-    from mlxconv.convert.recipe import load_recipe
+    from mlxconv.convert.catalog.figures import tiny_checkpoint
+    from mlxconv.convert.recipe.recipe import load_recipe
     from mlxconv.runtime.bundle import load_component
-    from mlxconv.runtime.tiling import in_strips
+    from mlxconv.runtime.generate.tiling import in_strips
 
     recipe = load_recipe("AutoencoderKL")
     wide = {"block_out_channels": [128, 256, 512, 512], "norm_num_groups": 32,
@@ -294,9 +294,9 @@ def decoder() -> dict[str, Any]:
     import numpy as np
 
     import mlxconv
-    from mlxconv.convert.shapes import CHECKPOINT
-    from mlxconv.convert.shapes.accuracy import by_mlx
-    from mlxconv.convert.shapes.pictures import held_out_scenes
+    from mlxconv.convert.demo import CHECKPOINT
+    from mlxconv.convert.demo.accuracy import by_mlx
+    from mlxconv.convert.demo.scenes import held_out_scenes
 
     captions = [scene.caption for scene in held_out_scenes(24)]
     with tempfile.TemporaryDirectory() as name:
@@ -320,12 +320,12 @@ def steps(count: str) -> dict[str, Any]:
     """Of so many pictures of the trained demo pipeline, in fp32: how many are right, and how close
     they are to those of 40 steps of Heun, by solver and number of steps."""
     import numpy as np
+    from tests.tools.demo_training.text import TOKENS
 
     import mlxconv
-    from mlxconv.convert.shapes import CHECKPOINT
-    from mlxconv.convert.shapes.accuracy import is_right
-    from mlxconv.convert.shapes.pictures import SIDE, held_out_scenes
-    from mlxconv.convert.shapes.text import TOKENS
+    from mlxconv.convert.demo import CHECKPOINT
+    from mlxconv.convert.demo.accuracy import is_right
+    from mlxconv.convert.demo.scenes import SIDE, held_out_scenes
 
     scenes = held_out_scenes(int(count))
     with tempfile.TemporaryDirectory() as name:

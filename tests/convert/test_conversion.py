@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 import mlxconv
 from mlxconv.cli import cli
 from mlxconv.convert.conversion import convert
-from mlxconv.convert.parity import verify
 from mlxconv.convert.report import ConvertReport
+from mlxconv.convert.verify.verify import verify
 from mlxconv.runtime.bundle import load_component
 from mlxconv.runtime.errors import MlxconvError
-from mlxconv.runtime.program import load_program
+from mlxconv.runtime.program.program import load_program
 
 from ..bundles import INDEX, PROGRAM, WEIGHTS, read_json, tensors
 from ..conftest import Bundles
@@ -265,14 +265,14 @@ def test_a_dry_run_reports_the_same_and_writes_nothing(
 
 @pytest.fixture
 def no_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("mlxconv.convert.jobs.compile_program")
+    monkeypatch.delattr("mlxconv.convert.store.jobs.compile_program")
 
 
 def test_a_dry_run_decides_the_same_without_tracing(
     flux_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wet = convert(flux_checkpoint, tmp_path / "out", "4bit").components["transformer"]
-    monkeypatch.delattr("mlxconv.convert.jobs.compile_program")
+    monkeypatch.delattr("mlxconv.convert.store.jobs.compile_program")
     dry = convert(flux_checkpoint, tmp_path / "dry", "4bit", dry_run=True).components["transformer"]
     assert (dry.bytes_out, dry.quantized, dry.kept) == (wet.bytes_out, wet.quantized, wet.kept)
     assert dry.program is None and dry.note == "not traced (--trace traces)"

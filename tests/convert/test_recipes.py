@@ -19,17 +19,17 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from mlxconv.convert.arrays import torch_to_mlx
-from mlxconv.convert.fake_module import merged_config
-from mlxconv.convert.measure import measure, write_figures
-from mlxconv.convert.model_class import find_class
-from mlxconv.convert.program_cache import versions
-from mlxconv.convert.quantization import matches
-from mlxconv.convert.recipe import Recipe, all_recipes, example_inputs, load_recipe
-from mlxconv.convert.supported import kind_of
+from mlxconv.convert.catalog.figures import measure, write_figures
+from mlxconv.convert.catalog.supported import kind_of
+from mlxconv.convert.lower.program_cache import versions
+from mlxconv.convert.quantize.policy import matches
+from mlxconv.convert.recipe.recipe import Recipe, all_recipes, example_inputs, load_recipe
+from mlxconv.convert.source.arrays import torch_to_mlx
+from mlxconv.convert.source.fake_module import merged_config
+from mlxconv.convert.source.model_class import find_class
 from mlxconv.runtime.bundle import LoadedComponent, load_component, open_bundle
-from mlxconv.runtime.program import from_json, to_json, validate
-from mlxconv.runtime.staging import Staged
+from mlxconv.runtime.generate.staging import Staged
+from mlxconv.runtime.program.program import from_json, to_json, validate
 
 from ..bundles import PROGRAM
 from ..conftest import Bundles

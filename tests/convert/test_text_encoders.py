@@ -13,14 +13,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from mlxconv.convert.arrays import torch_to_mlx
+from mlxconv.convert.catalog.figures import tiny_checkpoint
 from mlxconv.convert.conversion import convert
-from mlxconv.convert.fake_module import build_module
-from mlxconv.convert.keys import tied_weights
-from mlxconv.convert.measure import tiny_checkpoint
-from mlxconv.convert.parity import verify
-from mlxconv.convert.recipe import Input, Recipe, _values, load_recipe, parse_recipe
-from mlxconv.convert.tracing import trace
+from mlxconv.convert.recipe.recipe import Input, Recipe, _values, load_recipe, parse_recipe
+from mlxconv.convert.source.arrays import torch_to_mlx
+from mlxconv.convert.source.fake_module import build_module
+from mlxconv.convert.source.keys import tied_weights
+from mlxconv.convert.trace.export import trace
+from mlxconv.convert.verify.verify import verify
 from mlxconv.runtime.bundle import load_component
 
 from ..bundles import tensors

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxconv.convert.writer import output_of, single, write_weights
+from mlxconv.convert.store.writer import output_of, single, write_weights
 from mlxconv.runtime.bundle import MANIFEST
 
 COMMIT = "1234567890abcdef1234567890abcdef12345678"

@@ -8,8 +8,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlxconv.convert.resume import Unfinished, unfinished_folder, unfinished_path
-from mlxconv.convert.writer import Group, output_of, read_back, write_weights
+from mlxconv.convert.store.resume import Unfinished, unfinished_folder, unfinished_path
+from mlxconv.convert.store.writer import Group, output_of, read_back, write_weights
 from mlxconv.runtime.errors import MlxconvError
 
 

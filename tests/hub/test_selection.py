@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxconv.convert.checkpoint import open_checkpoint
-from mlxconv.convert.hub_source import Asked, opened_remote
+from mlxconv.convert.source.checkpoint import open_checkpoint
+from mlxconv.convert.source.hub import Asked, opened_remote
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.hub.download import Remote, RemoteFile
 from mlxconv.runtime.hub.names import HubName

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mlxconv.convert.publishing.listing import list_bundle
+from mlxconv.convert.publish.listing import list_bundle
 from mlxconv.runtime.bundle import open_bundle
 from mlxconv.runtime.errors import MlxconvError
 

@@ -17,7 +17,7 @@ import pytest
 
 from mlxconv.runtime.bundle import LoadedComponent, load_component, open_bundle
 from mlxconv.runtime.errors import MlxconvError
-from mlxconv.runtime.staging import Staged
+from mlxconv.runtime.generate.staging import Staged
 
 from ..bundles import PROGRAM, WEIGHTS, change_json, read_json
 from ..bundles import copy as copied

@@ -17,9 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mlxconv.convert.catalog.figures import tiny_checkpoint
 from mlxconv.convert.conversion import convert
-from mlxconv.convert.measure import tiny_checkpoint
-from mlxconv.convert.recipe import load_recipe
+from mlxconv.convert.recipe.recipe import load_recipe
 
 
 def tree(weights: dict[str, torch.Tensor]) -> Any:

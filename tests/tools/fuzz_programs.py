@@ -59,9 +59,9 @@ def build(folder: Path, classes: Sequence[str] = tuple(CLASSES)) -> list[Path]:
 
 
 def _convert(name: str, folder: Path) -> None:
+    from mlxconv.convert.catalog.figures import tiny_checkpoint
     from mlxconv.convert.conversion import convert
-    from mlxconv.convert.measure import tiny_checkpoint
-    from mlxconv.convert.recipe import load_recipe
+    from mlxconv.convert.recipe.recipe import load_recipe
 
     with tempfile.TemporaryDirectory() as scratch:
         source = tiny_checkpoint(load_recipe(name), None, Path(scratch) / name)
@@ -148,7 +148,7 @@ class Mutator:
 
     def _insert(self, data: Any, body: Any) -> str:
         """A node of any op in front of another, which reads its result."""
-        from mlxconv.runtime.ops import OPS
+        from mlxconv.runtime.ops.table import OPS
 
         at = self.chance.randrange(len(body["nodes"]))
         op = self.chance.choice(sorted(OPS))
@@ -191,7 +191,7 @@ class Mutator:
         return self.chance.choice(INTS if self.chance.random() < 0.5 else INTS[:12])
 
     def _op(self, data: Any, body: Any) -> str:
-        from mlxconv.runtime.ops import OPS
+        from mlxconv.runtime.ops.table import OPS
 
         node = self.chance.choice(body["nodes"])
         old = node[0]
@@ -331,8 +331,8 @@ class Subject:
     given: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        from mlxconv.runtime.bench.examples import Sizes, make_example
         from mlxconv.runtime.bundle import load_component
-        from mlxconv.runtime.measuring.examples import Sizes, make_example
 
         names = (PROGRAM, WEIGHTS, "config.json")
         self.whole = {name: (self.folder / name).read_bytes() for name in names}
@@ -383,7 +383,7 @@ def execute(folder: Path, given: dict[str, Any], chance: random.Random) -> None:
     import mlx.core as mx
 
     from mlxconv.runtime.bundle import load_component
-    from mlxconv.runtime.staging import Staged
+    from mlxconv.runtime.generate.staging import Staged
 
     way = chance.random()
     component = load_component(folder, stream=way < 0.1)

@@ -1,0 +1,137 @@
+"""Latents and pixels: what image families share."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ...schedulers import Schedule, Scheduler, make_schedule, shift_for
+from ..noise import Generator
+from .family import Inputs, Parts, Request
+
+_UNSAID = 32  # AutoencoderKL's default for `sample_size`
+
+
+def vae_scale(config: Mapping[str, Any]) -> int:
+    """Pixels a latent, along each side: each level but the last halves."""
+    return int(2 ** (len(config["block_out_channels"]) - 1))
+
+
+def trained_size(parts: Parts, multiple: int, most: int | None = None) -> int:
+    """Pixels a side of a denoiser that does not say: the pipeline's own number (`most`, or 128
+    latents), or fewer where the VAE was trained on smaller pictures."""
+    config = parts.config("vae")
+    most = most or 128 * vae_scale(config)
+    size = config.get("sample_size")
+    if not isinstance(size, int) or size == _UNSAID:
+        return most
+    return max(multiple, min(size, most) // multiple * multiple)
+
+
+def pixels(decoded: mx.array) -> mx.array:
+    """A decoder's output (n, 3, height, width) in -1 to 1 -> (n, height, width, 3) in 0 to 1.
+
+    What is infinite becomes NaN: clipped it would pass for white.
+    """
+    given = decoded.astype(mx.float32)
+    values = mx.clip(given / 2 + 0.5, 0, 1) + 0 * given
+    return values.transpose(0, 2, 3, 1)
+
+
+def scaled(z: mx.array, config: Mapping[str, Any]) -> mx.array:
+    """Latents as the denoiser makes them -> as an AutoencoderKL or AutoencoderDC decodes them."""
+    scale, shift = float(config["scaling_factor"]), float(config.get("shift_factor") or 0)
+    return z / scale + shift
+
+
+def noise_as(dtype: mx.Dtype, generator: Generator, shape: tuple[int, ...]) -> mx.array:
+    """Standard normal of a shape, in the precision in which the pipeline draws it."""
+    return generator.normal(shape, str(dtype).removeprefix("mlx.core."))
+
+
+# ---- latents (n, channels, height, width), of an AutoencoderKL -----------------------------------
+
+
+def plain_shape(parts: Parts, request: Request, denoiser: str = "transformer") -> tuple[int, ...]:
+    """Of a request's latents (1, channels, height, width)."""
+    scale, channels = vae_scale(parts.config("vae")), parts.config(denoiser)["in_channels"]
+    return 1, channels, request.height // scale, request.width // scale
+
+
+def plain_start(parts: Parts, request: Request, generator: Generator, prompt: Inputs) -> mx.array:
+    """Noise (1, channels, height, width), as precise as `encoder_hidden_states`."""
+    return noise_as(prompt["encoder_hidden_states"].dtype, generator, plain_shape(parts, request))
+
+
+def plain_decode(parts: Parts, latents: mx.array, request: Request) -> mx.array:
+    """Latents (1, channels, height, width) -> pixels (1, height, width, 3)."""
+    return pixels(parts.component("vae").decode(z=scaled(latents, parts.config("vae"))))
+
+
+# ---- latents packed by 2 x 2, as FLUX.1 does -----------------------------------------------------
+
+
+def packed(latents: mx.array) -> mx.array:
+    """(n, channels, 2 rows, 2 columns) -> (n, rows * columns, 4 * channels)."""
+    count, channels, height, width = latents.shape
+    split = latents.reshape(count, channels, height // 2, 2, width // 2, 2)
+    return split.transpose(0, 2, 4, 1, 3, 5).reshape(count, height * width // 4, 4 * channels)
+
+
+def packed_noise(
+    parts: Parts, dtype: mx.Dtype, generator: Generator, grid: tuple[int, int]
+) -> mx.array:
+    """Noise for (rows, columns) tokens, packed; see `noise_as`."""
+    rows, columns = grid
+    channels = parts.config("transformer")["in_channels"] // 4
+    return packed(noise_as(dtype, generator, (1, channels, 2 * rows, 2 * columns)))
+
+
+def unpacked(latents: mx.array, rows: int, columns: int) -> mx.array:
+    """(n, rows * columns, 4 * channels) -> (n, channels, 2 rows, 2 columns)."""
+    count, channels = latents.shape[0], latents.shape[-1] // 4
+    split = latents.reshape(count, rows, columns, channels, 2, 2).transpose(0, 3, 1, 4, 2, 5)
+    return split.reshape(count, channels, 2 * rows, 2 * columns)
+
+
+def image_ids(rows: int, columns: int) -> mx.array:
+    """(rows * columns, 3): zero, row, column of each token."""
+    ids = np.zeros((rows, columns, 3), np.float32)
+    ids[..., 1] = np.arange(rows)[:, None]
+    ids[..., 2] = np.arange(columns)
+    return mx.array(ids.reshape(-1, 3))
+
+
+def flow_schedule(scheduler: Scheduler, request: Request, latents: mx.array) -> Schedule:
+    """From 1 to 1 / steps, shifted by the number of tokens; latents (n, tokens, channels)."""
+    return shifted_flow(scheduler, request, shift_for(scheduler, latents.shape[1]))
+
+
+def shifted_flow(scheduler: Scheduler, request: Request, mu: float | None) -> Schedule:
+    """From 1 to 1 / steps, shifted by mu."""
+    asked = request.spacing
+    if "use_flow_sigmas" not in scheduler.options and "steps" in asked:
+        asked = {"sigmas": np.linspace(1.0, 1 / request.steps, request.steps).tolist()}
+    return make_schedule(scheduler, mu=mu, **asked)  # another solver has sigmas of its own
+
+
+def flow_times(parts: Parts, schedule: Schedule) -> Inputs:
+    """Timesteps (calls, 1) in 0 to 1; in half precision rounded first, as the pipelines do."""
+    dtype = parts.component("transformer").dtype
+    return {"timestep": mx.array(schedule.timesteps)[:, None].astype(dtype) / 1000}
+
+
+def own_times(parts: Parts, schedule: Schedule) -> Inputs:
+    """Timesteps (calls, 1) as the scheduler has them."""
+    return {"timestep": mx.array(schedule.timesteps)[:, None]}
+
+
+def own_schedule(scheduler: Scheduler, request: Request, latents: mx.array) -> Schedule:
+    """So many steps, spaced as the scheduler does."""
+    return make_schedule(scheduler, **request.spacing)
+
+
+def mean_of(output: mx.array, latents: mx.array) -> mx.array:
+    """The channels (axis 1) of the latents, without those of a learned variance behind them."""
+    return output[:, : latents.shape[1]]
