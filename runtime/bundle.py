@@ -17,7 +17,7 @@ from .exec.weights import INDEX_FILE, Weights
 from .files import is_plain
 from .files import read_json as read_json
 from .hub.names import hub_name
-from .ops.table import dtype_of, on_cpu
+from .ops import dtype_of, on_cpu
 from .program.program import CONSTANTS_FILE, PROGRAM_FILE, Program, load_program
 
 if TYPE_CHECKING:

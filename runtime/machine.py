@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .ops.table import on_cpu
+from .ops import on_cpu
 
 
 def find_mkl() -> str | None:

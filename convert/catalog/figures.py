@@ -180,7 +180,7 @@ def main(names: Sequence[str]) -> None:
     from ..lower.program_cache import versions
     from ..recipe.recipe import all_recipes, load_recipe, load_recipe_file, recipe_names
 
-    target = Path(__file__).resolve().parent.parent / "recipes" / "parity.json"
+    target = Path(__file__).resolve().parents[2] / "recipes" / "parity.json"
     if list(names) == ["--new"]:
         known = {row["class_name"] for row in json.loads(target.read_text())["rows"]}
         names = [name for name in recipe_names() if name not in known]

@@ -1,8 +1,9 @@
 """Published models at their real size: traced without weights, each in a process of its own.
 
 `recipes/published.json` has the constructor's arguments of published models, by class and name.
-`python -m mlxconv.convert.catalog.real_size` runs them (those of the classes named; with `--new` those that
-were not run yet), and writes `recipes/real.json`, which `mlxconv models` and docs/MODELS.md show.
+`python -m mlxconv.convert.catalog.real_size` runs them (those of the classes named; with `--new`
+those that were not run yet), and writes `recipes/real.json`, which `mlxconv models` and
+docs/MODELS.md show.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def main(arguments: Sequence[str]) -> None:
     if arguments[-1:] == ["--one"]:
         print(json.dumps(real_size(*arguments[:2])))
         return
-    target = Path(__file__).resolve().parent.parent / "recipes" / FIGURES
+    target = Path(__file__).resolve().parents[2] / "recipes" / FIGURES
     for row in measure([a for a in arguments if a != "--new"], "--new" in arguments):
         print(json.dumps(row), flush=True)
         known = [r for r in read_rows() if (r["class_name"], r["name"]) != _key(row)]

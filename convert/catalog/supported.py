@@ -15,7 +15,7 @@ from ..recipe.recipe import Recipe, all_recipes
 from ..report import human_count
 from .real_size import read_rows
 
-FIGURES = "parity.json"  # beside the recipes; written by `python -m mlxconv.convert.catalog.figures`
+FIGURES = "parity.json"  # beside the recipes; written by `make figures`
 
 
 @dataclass(frozen=True)

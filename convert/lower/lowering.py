@@ -1,7 +1,7 @@
 """ATen graph -> program nodes: a table of small functions.
 
 `torch.export` gives a functional graph of some 130 distinct ATen ops over the models of diffusers.
-Each row of the table writes one of them as ops of `runtime/ops/table.py`; PyTorch's quirks end here. Ops
+Each row of the table writes one of them as ops of `runtime/ops/`; PyTorch's quirks end here. Ops
 without a row are listed with the modules that they come from, all at once.
 """
 

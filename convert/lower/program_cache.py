@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from mlxconv.runtime import cache_folders as machine
+from mlxconv.runtime import cache_folders
 from mlxconv.runtime.program.program import Parameter, from_json, to_json
 
 from .compile import Compiled
@@ -71,7 +71,7 @@ def unpatched() -> bool:
 
 def cache_folder() -> Path:
     """Of the entries, in the user's cache folder."""
-    return machine.cache_folder("programs")
+    return cache_folders.cache_folder("programs")
 
 
 def entry_key(**facts: Any) -> str | None:

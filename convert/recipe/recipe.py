@@ -173,7 +173,7 @@ class Recipe:
         return {name: text for name, text in self.sizes.items() if self.dims[name].fixed}
 
     def sizes_table(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """What a bundle keeps of the sizes (`runtime/examples.py` reads it).
+        """What a bundle keeps of the sizes (`runtime/bench/examples.py` reads it).
 
         `dims`: each one's size for tracing; `pixels`: the expressions over W and H; `arguments`:
         for each program the expressions of its Python arguments, by dotted path; `shapes`: those of

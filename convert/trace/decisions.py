@@ -192,7 +192,7 @@ def assumptions(
     graph: fx.Graph,
     inputs: Sequence[TracedInput],
 ) -> tuple[str, ...]:
-    """What held, in the language of `runtime/program/expressions.py`, of inputs and their axes: `z[2] > 4`.
+    """What held, in the language of size expressions, of inputs and their axes: `z[2] > 4`.
 
     Conditions that every size meets are left out. Of one that the language cannot say, the sizes
     that it reads are taken as traced.

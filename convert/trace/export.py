@@ -479,7 +479,7 @@ def _refused(cls: type[nn.Module], program: str, error: Exception) -> MlxconvErr
 def _where(error: BaseException) -> str:
     """The innermost line that is neither torch's nor ours: the traced class's own source."""
     frames = traceback.extract_tb(error.__traceback__)
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parents[2])
     own = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith(here)]
     if not own:
         return "an unknown line"

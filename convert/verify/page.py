@@ -72,10 +72,10 @@ def write_page(
 
 def page(report: ParityReport, components: Sequence[dict[str, Any]], command: str) -> str:
     """The whole document. components: rows of `sizes`."""
-    script = _resource("report_page.js")
+    script = _resource("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     heat = ", ".join(f"rgb{colour}" for colour in _HEAT)
-    style = _resource("report_page.css").replace("HEAT", heat)
+    style = _resource("page.css").replace("HEAT", heat)
     name = Path(report.bundle).absolute().name
     sections = (
         _pictures(report),
@@ -114,7 +114,7 @@ style-src 'unsafe-inline'; script-src 'sha256-{digest}'">
 
 
 def _resource(name: str) -> str:
-    return (files("mlxconv") / "convert" / name).read_text(encoding="utf-8")
+    return (files("mlxconv") / "convert" / "verify" / name).read_text(encoding="utf-8")
 
 
 # ---- numbers -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import MlxconvError
-from ..ops.table import dtype_of
+from ..ops import dtype_of
 from ..program.expressions import evaluate, names_in
 from ..program.program import Entry, Input, Program
 

@@ -14,9 +14,8 @@ import mlx.core as mx
 from ..bundle import LoadedComponent
 from ..errors import MlxconvError
 from ..exec.executor import Executor
-from ..ops import elementwise
+from ..ops import OPS, elementwise
 from ..ops.norms import _per_half
-from ..ops.table import OPS
 from ..program.program import Arg, Block, Body, Entry, Node, Program, refs
 
 _Body = TypeVar("_Body", bound=Body)

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import MlxconvError
-from ..ops.table import dtype_of
+from ..ops import dtype_of
 from ..program.expressions import axes_in, evaluate
 from ..program.program import Arg, Body, Entry, Input, Program, Weight, refs
 

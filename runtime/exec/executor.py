@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..cache_folders import keep_kernels_private
 from ..errors import MlxconvError
-from ..ops.table import OPS, on_cpu
+from ..ops import OPS, on_cpu
 from ..program.program import (
     MAX_INT,
     Arg,

@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..ops.table import OPS
+from ..ops import OPS
 
 _SEQUENCES = (list, tuple)  # of values: a stack of weights is neither
 Rule = Callable[[dict[str, Any], "Strips"], Any]

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import MlxconvError
 from ..files import is_plain, read_text
-from ..ops.table import dtype_of, on_cpu
+from ..ops import dtype_of, on_cpu
 from ..program.program import CONSTANTS_FILE, Parameter
 
 WEIGHTS_STEM = "model"

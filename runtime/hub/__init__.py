@@ -1,0 +1,1 @@
+"""The Hub: names, listings, downloads, failures, bundles there."""

@@ -392,7 +392,7 @@ def load_program(path: Path) -> Program:
 
 def validate(program: Program, where: str = "program") -> None:
     """Ops known, values defined before use, calls of blocks that are there, work bounded."""
-    from ..ops.table import OPS
+    from ..ops import OPS
 
     if program.count_nodes() > MAX_NODES:
         raise MlxconvError(f"{where}: has {program.count_nodes()} nodes, more than {MAX_NODES}")
@@ -430,7 +430,7 @@ def validate(program: Program, where: str = "program") -> None:
 
 def _check_arguments(node: Node, at: str) -> None:
     """Arguments that the op takes, and numbers among them that are in its limits."""
-    from ..ops.table import OPS, limits_of, problem
+    from ..ops import OPS, limits_of, problem
 
     own = inspect.signature(OPS[node.op]).parameters
     unknown = sorted(set(node.args) - set(own))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxconv.runtime import cache_folders as machine
+from mlxconv.runtime import cache_folders
 from mlxconv.runtime.bundle import load_component
 
 from ..conftest import Bundles
@@ -56,7 +56,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(shared))
     monkeypatch.setenv("MLXCONV_CACHE", str(tmp_path / "cache"))
-    folder = machine._kernel_folder()
+    folder = cache_folders._kernel_folder()
     if how == "a link":
         folder.rename(tmp_path / "elsewhere")
         folder.symlink_to(tmp_path / "elsewhere")
@@ -66,18 +66,18 @@ def test_a_folder_that_others_can_write_to_is_not_used(
     else:
         (folder if how == "open to all" else folder.parent).chmod(0o777)
     with pytest.warns(UserWarning, match="compiles its kernels anew.*MLXCONV_CACHE"):
-        used = machine._kernel_folder()
+        used = cache_folders._kernel_folder()
     assert used != folder
     assert used.stat().st_mode & 0o777 == 0o700
     monkeypatch.setenv("MLXCONV_CACHE", str(tmp_path / "mine"))  # what the warning says
-    assert machine._kernel_folder().is_relative_to(tmp_path / "mine")
+    assert cache_folders._kernel_folder().is_relative_to(tmp_path / "mine")
 
 
 def test_a_private_temporary_folder_stays_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    assert machine.keep_kernels_private() is None
+    assert cache_folders.keep_kernels_private() is None
 
 
 def test_it_is_done_before_a_component_can_compile(

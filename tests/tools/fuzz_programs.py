@@ -148,7 +148,7 @@ class Mutator:
 
     def _insert(self, data: Any, body: Any) -> str:
         """A node of any op in front of another, which reads its result."""
-        from mlxconv.runtime.ops.table import OPS
+        from mlxconv.runtime.ops import OPS
 
         at = self.chance.randrange(len(body["nodes"]))
         op = self.chance.choice(sorted(OPS))
@@ -191,7 +191,7 @@ class Mutator:
         return self.chance.choice(INTS if self.chance.random() < 0.5 else INTS[:12])
 
     def _op(self, data: Any, body: Any) -> str:
-        from mlxconv.runtime.ops.table import OPS
+        from mlxconv.runtime.ops import OPS
 
         node = self.chance.choice(body["nodes"])
         old = node[0]

@@ -172,7 +172,7 @@ def test_the_snippet_of_the_readme_runs_on_a_bf16_bundle(
     (tmp_path / "FLUX.1-schnell").symlink_to(pipeline_checkpoint)
     (tmp_path / "flux-4bit").symlink_to(pipeline_bundle("bf16"))
     monkeypatch.chdir(tmp_path)
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
     (snippet,) = re.findall(r"## Inside diffusers\n\n```python\n(.*?)```", readme, re.DOTALL)
     cls = diffusers.FluxImg2ImgPipeline
     load = cls.from_pretrained

@@ -10,7 +10,7 @@ from torch import nn
 from mlxconv.convert.lower.aten.builder import row_name
 from mlxconv.convert.lower.lowering import Lowered, lower, supported
 from mlxconv.runtime.errors import MlxconvError
-from mlxconv.runtime.ops.table import OPS
+from mlxconv.runtime.ops import OPS
 
 from . import (
     test_lowering_elementwise,
@@ -29,7 +29,7 @@ TABLES = [
     test_lowering_shapes.ROWS,
 ]
 TESTED_HERE = {f"mlxconv.{mark}" for mark in ("tap", "enter", "leave", "again")}
-REWRITTEN = {"linears", "modulated_norm", "rotary"}  # tests/runtime/test_ops.py has these
+REWRITTEN = {"linears", "modulated_norm", "rotary"}  # tests/runtime/ops/test_ops.py has these
 
 
 class Holder(nn.Module):

@@ -194,7 +194,7 @@ def test_a_dotted_name_and_a_ragged_mask(tmp_path):
 @pytest.mark.parametrize("name", sorted(all_recipes()))
 def test_constant_values_are_exact_in_bf16(name):
     """But for what stays fp32 and is no time: classes round times themselves."""
-    text = Path(__file__).parents[2].joinpath("recipes", f"{name}.toml").read_text()
+    text = Path(__file__).parents[3].joinpath("recipes", f"{name}.toml").read_text()
     programs = tomllib.loads(text)["programs"].values()
     specs = [spec for program in programs for spec in program["inputs"].values()]
     free = [s for s in specs if s.get("dtype") == "float32" and s.get("stage") != "schedule"]

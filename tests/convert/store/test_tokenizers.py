@@ -227,7 +227,7 @@ def test_every_from_pretrained_refuses_remote_code() -> None:
     """By the source, so that the next call is not forgotten."""
     import ast
 
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     calls = [
         (file, node)
         for folder in ("convert", "runtime", "src/mlxconv")

@@ -15,7 +15,7 @@ from mlxconv.convert.recipe.recipe import Dim, Precision, ProgramRecipe, Recipe,
 from mlxconv.convert.recipe.recipe import Input as RecipeInput
 from mlxconv.convert.source.fake_module import merged_config
 from mlxconv.convert.trace.export import trace
-from mlxconv.runtime.ops.table import OPS, dtype_of
+from mlxconv.runtime.ops import OPS, dtype_of
 from mlxconv.runtime.program.program import Arg, Block, Body, Entry, Parameter, Ref, Weight
 
 Lookup = Callable[[str], Any]

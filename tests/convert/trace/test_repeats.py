@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from mlxconv.convert.lower import compile as programs
+from mlxconv.convert.lower import compile
 from mlxconv.convert.lower.compile import compile_program
 from mlxconv.convert.lower.lowering import lower
 from mlxconv.convert.recipe.recipe import Recipe, load_recipe, load_recipe_file
@@ -407,7 +407,7 @@ def test_labels_are_put_back():
 def test_a_program_is_that_of_every_block_traced(name, monkeypatch):
     recipe, cls = load_recipe(name), getattr(diffusers, name)
     once = compile_program(cls, recipe.tiny, recipe)
-    monkeypatch.setattr(programs, "_RECENT", {})
+    monkeypatch.setattr(compile, "_RECENT", {})
     monkeypatch.setattr(repeats, "equal_members", lambda module: [])
     each = compile_program(cls, recipe.tiny, recipe)
     assert to_json(once.program) == to_json(each.program)

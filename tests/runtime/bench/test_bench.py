@@ -101,7 +101,7 @@ def test_compiled_diffusers_is_a_baseline_too(
     flux_bundle: Bundles, flux_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In this process, with a compiler that does nothing; without one, a sentence says so."""
-    from mlxconv.convert.peers import diffusers_peer as bench_peer
+    from mlxconv.convert.peers import diffusers_peer
 
     settings = Settings(
         flux_bundle("fp32"), "transformer", steps=1, against="diffusers-compiled",
@@ -115,7 +115,7 @@ def test_compiled_diffusers_is_a_baseline_too(
         return function
 
     monkeypatch.setattr("torch.compile", compile)
-    assert bench_peer.run(job)["version"].endswith("torch.compile")
+    assert diffusers_peer.run(job)["version"].endswith("torch.compile")
     assert compiled == ["forward"]
 
     def broken(function: Any) -> Any:
@@ -126,7 +126,7 @@ def test_compiled_diffusers_is_a_baseline_too(
 
     monkeypatch.setattr("torch.compile", broken)
     with pytest.raises(MlxconvError, match=r"failed \(InvalidCxx.*the environment variable CXX"):
-        bench_peer.run(job)
+        diffusers_peer.run(job)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from mlxconv.runtime.bench.examples import Sizes, make_example
 from mlxconv.runtime.bench.flops import Gemm, Products, gemm_seconds, gemms_of, step_products
 from mlxconv.runtime.bundle import load_component
-from mlxconv.runtime.ops.table import OPS
+from mlxconv.runtime.ops import OPS
 
 from ...conftest import Bundles
 

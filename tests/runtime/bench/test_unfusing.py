@@ -20,7 +20,7 @@ from mlxconv.runtime.bench.unfusing import (
     with_ids_in_the_loop,
 )
 from mlxconv.runtime.bundle import load_component
-from mlxconv.runtime.ops.table import OPS
+from mlxconv.runtime.ops import OPS
 
 from ...conftest import Bundles
 

@@ -17,7 +17,7 @@ from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.exec.strips import RULES, Strips, evenly
 from mlxconv.runtime.generate.pipeline import load
 from mlxconv.runtime.generate.tiling import in_strips
-from mlxconv.runtime.ops.table import OPS
+from mlxconv.runtime.ops import OPS
 
 from ...conftest import Bundles
 

@@ -9,8 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxconv.runtime.ops import elementary
-from mlxconv.runtime.ops.table import OPS
+from mlxconv.runtime.ops import OPS, elementary
 
 POINTS = np.linspace(-30, 30, 20001).astype(np.float32)
 EXACT: dict[str, Callable[[float], float]] = {

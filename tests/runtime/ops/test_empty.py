@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxconv.runtime.ops.table import OPS
+from mlxconv.runtime.ops import OPS
 
 
 @pytest.mark.parametrize(

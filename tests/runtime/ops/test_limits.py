@@ -14,7 +14,7 @@ import pytest
 from mlxconv.runtime.bundle import load_component
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.exec.executor import Executor
-from mlxconv.runtime.ops.table import OPS
+from mlxconv.runtime.ops import OPS
 from mlxconv.runtime.program.program import Entry, Input, Node, Program, Ref, Weight, validate
 
 from ...bundles import PROGRAM, WEIGHTS, change_json, change_tensors, copy

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlxconv.runtime.exec.weights import Held, Quantization, QuantizedWeight, Stack
-from mlxconv.runtime.ops.table import OPS
+from mlxconv.runtime.ops import OPS
 
 
 def quantized(weight: mx.array, bits: int) -> QuantizedWeight:

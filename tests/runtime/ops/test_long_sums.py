@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from mlxconv.runtime.exec import strips
-from mlxconv.runtime.ops import long_sums
-from mlxconv.runtime.ops.table import OPS
+from mlxconv.runtime.ops import OPS, long_sums
 
 Array = np.ndarray[Any, Any]
 MANY = 1 << 20

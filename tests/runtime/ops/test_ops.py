@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlxconv.runtime.errors import MlxconvError
-from mlxconv.runtime.ops.table import OPS, dtype_of
+from mlxconv.runtime.ops import OPS, dtype_of
 
 
 def normal(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:

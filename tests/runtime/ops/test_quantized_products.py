@@ -21,7 +21,7 @@ from mlxconv.convert.quantize.policy import (
 from mlxconv.runtime.bundle import load_component
 from mlxconv.runtime.exec import weights
 from mlxconv.runtime.exec.weights import Held, Quantization, QuantizedWeight, Stack
-from mlxconv.runtime.ops.table import OPS
+from mlxconv.runtime.ops import OPS
 
 from ...conftest import Bundles
 

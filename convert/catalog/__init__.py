@@ -1,0 +1,1 @@
+"""Every supported class, with its measured figures."""

@@ -1,0 +1,1 @@
+"""ATen graph -> program: rows, rewrites, shared blocks."""

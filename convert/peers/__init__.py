@@ -1,0 +1,1 @@
+"""The other side of `bench --against`."""

@@ -1,0 +1,1 @@
+"""How each weight is stored: the policy, and the methods."""

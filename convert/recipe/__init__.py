@@ -1,0 +1,1 @@
+"""Recipes: what a class takes and what stays precise."""

@@ -1,0 +1,1 @@
+"""Checkpoints: folders and files of weights, read tensor by tensor; the classes they belong to."""

@@ -1,0 +1,1 @@
+"""Bundles: what is written, the folder, what may be added later."""

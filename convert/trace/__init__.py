@@ -1,0 +1,1 @@
+"""A module as one functional ATen graph, without its weights."""

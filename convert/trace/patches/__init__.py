@@ -1,0 +1,1 @@
+"""What is changed in torch while a module is traced, and undone afterwards."""

@@ -1,0 +1,1 @@
+"""A bundle against diffusers: weights, blocks, outputs, latents, pictures; the report."""

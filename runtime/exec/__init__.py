@@ -1,0 +1,1 @@
+"""Programs run: inputs bound, weights loaded, entries evaluated."""

@@ -1,0 +1,1 @@
+"""Prompts to pictures: text, noise, the loop, decoding."""

@@ -1,0 +1,1 @@
+"""Programs: typed nodes, their stages, their sizes."""

@@ -1,0 +1,100 @@
+"""Each folder imports only what stands above it in the list (docs/ARCHITECTURE.md)."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+RUNTIME = (
+    "errors", "interrupts", "files", "cache_folders", "ops", "machine", "program", "exec", "hub",
+    "bundle", "schedulers", "generate", "bench",
+)  # fmt: skip
+CONVERT = (
+    "report", "source", "recipe", "trace/patches", "trace", "lower", "quantize", "store",
+    "conversion", "inspection", "into_diffusers", "verify", "publish", "catalog", "demo", "peers",
+)  # fmt: skip
+ORDER = [*(f"runtime/{name}" for name in RUNTIME), *(f"convert/{name}" for name in CONVERT)]
+# What commands are made of: only the command line imports these, and one of them another.
+LEAVES = ("convert/publish", "convert/catalog", "convert/demo", "convert/peers", "runtime/bench")
+FILES = sorted(
+    path.relative_to(ROOT)
+    for top in ("convert", "runtime")
+    for path in (ROOT / top).rglob("*.py")
+    if path.parent != ROOT / top or path.name != "__init__.py"
+)
+
+
+def place(module: str) -> str:
+    """The entry of ORDER that a module, as a path, belongs to."""
+    found = [name for name in ORDER if module == name or module.startswith(f"{name}/")]
+    assert found, f"{module} has no place in the order"
+    return max(found, key=len)
+
+
+def imported(file: Path, text: str) -> set[str]:
+    """Modules of convert/ and runtime/ that a file imports, as paths, inside functions too."""
+    found = set()
+    package = file.parts[:-1]
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        parts = tuple((node.module or "").split(".")) if node.module else ()
+        if node.level:
+            parts = package[: len(package) - node.level + 1] + parts
+        elif parts[:1] == ("mlxconv",):
+            parts = parts[1:]
+        else:
+            continue
+        for name in node.names:
+            module = "/".join((*parts, name.name))
+            known = (ROOT / module).is_dir() or (ROOT / f"{module}.py").is_file()
+            found.add(module if known else "/".join(parts))
+    return {module for module in found if "/" in module}
+
+
+def wrong(file: Path, text: str) -> list[str]:
+    here = place(str(file.with_suffix("")))
+    places = {module: place(module) for module in imported(file, text)}
+    return [
+        module
+        for module, there in places.items()
+        if ORDER.index(there) > ORDER.index(here) or (there in LEAVES and here not in LEAVES)
+    ]
+
+
+def test_files_import_only_what_stands_above_them() -> None:
+    found = {str(file): wrong(file, (ROOT / file).read_text(encoding="utf-8")) for file in FILES}
+    assert {file: modules for file, modules in found.items() if modules} == {}
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("runtime/program/stages.py", "from ..exec.executor import Executor"),
+        ("convert/source/keys.py", "from mlxconv.convert.lower.compile import Compiled"),
+        ("convert/trace/export.py", "def f():\n    from ..lower.aten import builder"),
+        ("convert/store/plan.py", "from ..publish.card import card"),
+        ("runtime/generate/pipeline.py", "from .. import bench"),
+    ],
+)
+def test_the_rule_finds_what_breaks_it(file: str, line: str) -> None:
+    assert len(wrong(Path(file), line)) == 1
+
+
+def test_the_runtime_names_nothing_of_the_converter() -> None:
+    named = [
+        str(file)
+        for file in FILES
+        if file.parts[0] == "runtime"
+        and ("mlxconv.convert" in (text := (ROOT / file).read_text()) or '"convert",' in text)
+    ]
+    assert named == []
+
+
+def test_each_folder_says_what_it_is_for() -> None:
+    folders = {file.parent for file in FILES if len(file.parent.parts) > 1}
+    texts = {str(f): (ROOT / f / "__init__.py").read_text(encoding="utf-8") for f in folders}
+    assert [f for f, text in texts.items() if not ast.get_docstring(ast.parse(text))] == []
