@@ -30,6 +30,7 @@ figures: env
 
 lint: env
 	$(BIN)/ruff check src convert runtime tests
+	$(BIN)/ruff format --check src convert runtime
 	$(BIN)/mypy
 
 env: $(VENV)/.ready

@@ -83,9 +83,14 @@ def convert(
     recipe = load_recipe_file(chosen.recipe) if chosen.recipe else None
     model_class = chosen.model_class or _recipe_class(recipe, source)
     asked = Asked(
-        chosen.variant, model_class, chosen.components, chosen.revision, chosen.low_disk,
-        chosen.verify_checksums, progress,
-    )  # fmt: skip
+        chosen.variant,
+        model_class,
+        chosen.components,
+        chosen.revision,
+        chosen.low_disk,
+        chosen.verify_checksums,
+        progress,
+    )
     with opened(source, asked) as found:
         if found.download is None:
             path = found.checkpoint.path
@@ -104,16 +109,19 @@ def convert(
 
 
 def _plain(
-    q: str | int, settings: Mapping[str, str | int] | Iterable[tuple[str, str]],
+    q: str | int,
+    settings: Mapping[str, str | int] | Iterable[tuple[str, str]],
     options: dict[str, Any],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The fields of `Options`, of what is natural to write in Python."""
     pairs = settings.items() if isinstance(settings, Mapping) else settings
     try:
         chosen = tuple((pattern, _bits(bits)) for pattern, bits in pairs)
     except (TypeError, ValueError):
-        raise MlxconvError(f"set is {settings!r:.80}: a mapping of patterns on modules to bits, as "
-                           "{'blocks.*.ff.**': 8}") from None  # fmt: skip
+        raise MlxconvError(
+            f"set is {settings!r:.80}: a mapping of patterns on modules to bits, as "
+            "{'blocks.*.ff.**': 8}"
+        ) from None
     given = {**options, "q": _bits(q), "set": chosen}
     given |= {name: several(given[name]) for name in ("components", "keep") if name in given}
     sizes = tuple(given.get("sizes", ()))
@@ -146,9 +154,13 @@ def _prepared(run: Run, download: Download | None) -> dict[str, Job]:
 
 
 def _convert(
-    run: Run, jobs: dict[str, Job], download: Download | None, out: Path, command: str | None,
+    run: Run,
+    jobs: dict[str, Job],
+    download: Download | None,
+    out: Path,
+    command: str | None,
     progress: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Fetch what is on the Hub, write the bundle, read it back."""
     needed = bundle_bytes(run.checkpoint, jobs)
     if download is not None:
@@ -208,14 +220,21 @@ def _no_cache() -> Any:
 
 
 def _write(
-    run: Run, jobs: dict[str, Job], folder: Path, progress: bool,
+    run: Run,
+    jobs: dict[str, Job],
+    folder: Path,
+    progress: bool,
     saved: Callable[[str], Saved | None],
-) -> None:  # fmt: skip
+) -> None:
     total = sum(job.plan.nbytes for job in jobs.values())
     bar = tqdm(
-        total=total, unit="B", unit_scale=True, desc="writing", file=sys.stderr,
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc="writing",
+        file=sys.stderr,
         disable=not progress or not sys.stderr.isatty(),
-    )  # fmt: skip
+    )
     with bar:
         for name, job in jobs.items():
             target = folder / name
@@ -257,9 +276,11 @@ def _write_recipe(run: Run, job: Job, target: Path) -> None:
 def _copy_extras(component: Component, target: Path) -> None:
     """Small text files beside the weights, such as generation_config.json."""
     for file in sorted(component.path.glob("*.json")):
-        if file.name != "config.json" and not file.name.endswith(".index.json") and (
-            ".safetensors.index." not in file.name and ".bin.index." not in file.name
-        ):  # fmt: skip
+        if (
+            file.name != "config.json"
+            and not file.name.endswith(".index.json")
+            and (".safetensors.index." not in file.name and ".bin.index." not in file.name)
+        ):
             shutil.copyfile(file, target / file.name)
 
 

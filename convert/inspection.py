@@ -101,8 +101,10 @@ class Inspection:
             if held.program:
                 made = {**held.program, "entries": ", ".join(held.program["entries"])}
                 sizes = f", {len(made['sizes'])} sizes" if made["sizes"] else ""
-                lines.append(f"{'':<18}program of {made['nodes']} nodes and {made['blocks']} "
-                             f"repeated blocks: {made['entries']}{sizes}")  # fmt: skip
+                lines.append(
+                    f"{'':<18}program of {made['nodes']} nodes and {made['blocks']} "
+                    f"repeated blocks: {made['entries']}{sizes}"
+                )
             if held.unused:
                 lines.append(f"{'':<18}{describe_unread(held.unused)}")
             for t in held.tensors:

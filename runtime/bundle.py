@@ -113,19 +113,32 @@ def _check_manifest(file: Path, manifest: Mapping[str, Any]) -> None:
                 raise MlxconvError(
                     f"{file}: {where}{key} is {value!r:.80}, not a {kind.__name__}; convert again"
                 )
-    outside = [n for n in [*parts, *manifest.get("copied", [])]
-               if not (isinstance(n, str) and is_plain(n))]  # fmt: skip
+    outside = [
+        n for n in [*parts, *manifest.get("copied", [])] if not (isinstance(n, str) and is_plain(n))
+    ]
     if outside:
         raise MlxconvError(f"{file}: {outside[0]!r:.80} is not a folder in this one; refused")
 
 
 _FIELDS: dict[str, type] = {
-    "copied": list, "source": str, "revision": str, "variant": str, "pipeline": str,
-    "source_card": dict, "versions": dict, "command": str, "base_model": str,
-}  # fmt: skip
+    "copied": list,
+    "source": str,
+    "revision": str,
+    "variant": str,
+    "pipeline": str,
+    "source_card": dict,
+    "versions": dict,
+    "command": str,
+    "base_model": str,
+}
 _OF_COMPONENT: dict[str, type] = {
-    "class": str, "library": str, "q": str, "method": str, "unused": list, "kept": list,
-}  # fmt: skip
+    "class": str,
+    "library": str,
+    "q": str,
+    "method": str,
+    "unused": list,
+    "kept": list,
+}
 _DECISIVE = ("config.json", INDEX_FILE, PROGRAM_FILE, CONSTANTS_FILE, "scheduler_config.json")
 
 
@@ -182,8 +195,10 @@ class LoadedComponent:
             return named
         order, called = self.program.entry(entry).arguments, f"{self.program.class_name}.{entry}"
         if not order:
-            raise MlxconvError(f"{self.path}: an older mlxconv converted it, without the order of "
-                               f"{called}'s inputs; pass keywords, or convert again")  # fmt: skip
+            raise MlxconvError(
+                f"{self.path}: an older mlxconv converted it, without the order of "
+                f"{called}'s inputs; pass keywords, or convert again"
+            )
         if len(inputs) > len(order):
             raise TypeError(f"{called} takes {', '.join(order)}; {len(inputs)} inputs were given")
         found = dict(zip(order, inputs))
@@ -260,9 +275,12 @@ def default_dtype(config: dict[str, Any]) -> str:
 
 def _component_folder(given: str | Path, name: str | None, weights: bool = True) -> Path:
     path = Path(given).expanduser()
-    if hub_name(given) is None and not is_bundle(path) and (path / "config.json").is_file() and (
-        name is None or not (path / name).is_dir()
-    ):  # fmt: skip
+    if (
+        hub_name(given) is None
+        and not is_bundle(path)
+        and (path / "config.json").is_file()
+        and (name is None or not (path / name).is_dir())
+    ):
         folder = path
     else:
         bundle = open_bundle(given)

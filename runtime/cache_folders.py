@@ -46,8 +46,10 @@ def keep_kernels_private() -> Path | None:
 def unfinished_kernels() -> set[str]:
     """Names of kernels for the CPU that MLX has written and not yet compiled."""
     folder = keep_kernels_private() or _temporary_folder()
-    names = {suffix: {file.stem.removeprefix("lib") for file in folder.glob(f"mlx/*/cpu/*{suffix}")}
-             for suffix in (".cpp", ".so")}  # fmt: skip
+    names = {
+        suffix: {file.stem.removeprefix("lib") for file in folder.glob(f"mlx/*/cpu/*{suffix}")}
+        for suffix in (".cpp", ".so")
+    }
     return names[".cpp"] - names[".so"]
 
 

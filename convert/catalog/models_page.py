@@ -43,8 +43,10 @@ def page(models: Sequence[Supported], versions: Mapping[str, str]) -> str:
 
 
 def _summary(models: Sequence[Supported]) -> list[str]:
-    rows = ["| kind | classes | measured | configurations | fp32: median | worst | passed |",
-            "|---|---|---|---|---|---|---|"]  # fmt: skip
+    rows = [
+        "| kind | classes | measured | configurations | fp32: median | worst | passed |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for kind in KINDS:
         found = [m for m in models if m.kind == kind]
         exact = [row["rel_l2"] for m in found for row in m.parity if row["q"] == "fp32"]

@@ -34,9 +34,14 @@ def by_diffusers(checkpoint: Path, captions: list[str], steps: int = STEPS) -> A
     pipeline.set_progress_bar_config(disable=True)
     seeds = [torch.Generator().manual_seed(i) for i in range(len(captions))]
     pictures: Array = pipeline(
-        captions, num_inference_steps=steps, generator=seeds, width=SIDE, height=SIDE,
-        max_sequence_length=TOKENS, output_type="np",
-    ).images  # fmt: skip
+        captions,
+        num_inference_steps=steps,
+        generator=seeds,
+        width=SIDE,
+        height=SIDE,
+        max_sequence_length=TOKENS,
+        output_type="np",
+    ).images
     return pictures
 
 

@@ -77,9 +77,11 @@ def _read_region(region: Array, nearest: Array, distances: Array, background: in
     best = max(likeness, key=lambda shape: likeness[shape])
     whole = likeness[best] >= _LIKENESS and 0.75 < wide / high < 1 / 0.75 and pure > 0.6
     return Found(
-        _NAMES[colour], best if whole else None, "small" if extent < _BETWEEN_SIZES else "large",
+        _NAMES[colour],
+        best if whole else None,
+        "small" if extent < _BETWEEN_SIZES else "large",
         ((left + right) / 2, (top + bottom) / 2),
-    )  # fmt: skip
+    )
 
 
 def _likeness(mask: Array, shape: str, box: tuple[int, int, int, int]) -> float:

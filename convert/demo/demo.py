@@ -158,10 +158,19 @@ def _one(
     made, step = by_mlx(load(bundle, keep=True), [scene.caption for scene in scenes])
     right = _right(made, scenes)
     row = DemoRow(
-        q, sum(part.bytes_out for part in parts), sum(part.parameters for part in parts),
-        report.components[_DENOISER].bits_per_weight, forward[0].rel_l2, runtime,
-        _psnr(made, exact), report.seconds, step, parity.passed, len(scenes), sum(right),
-    )  # fmt: skip
+        q,
+        sum(part.bytes_out for part in parts),
+        sum(part.parameters for part in parts),
+        report.components[_DENOISER].bits_per_weight,
+        forward[0].rel_l2,
+        runtime,
+        _psnr(made, exact),
+        report.seconds,
+        step,
+        parity.passed,
+        len(scenes),
+        sum(right),
+    )
     return row, made, right
 
 

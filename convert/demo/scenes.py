@@ -64,8 +64,9 @@ class Scene:
     def caption(self) -> str:
         """Such as "a red circle on blue, left of a small green square"."""
         first = f"{self.things[0]} on {self.background}"
-        return ", ".join((first, " ".join(map(str, (self.where, *self.things[1:])))) if self.where
-                         else (first,))  # fmt: skip
+        return ", ".join(
+            (first, " ".join(map(str, (self.where, *self.things[1:])))) if self.where else (first,)
+        )
 
 
 def coverage(shape: str, box: Box) -> Array:

@@ -35,8 +35,10 @@ def draw_sheet(
     `labels` name the lines below the columns.
     """
     across = _TILE + _GAP
-    size = (_MARGIN * 2 + _TEXT_WIDTH + len(columns) * across,
-            _MARGIN + _HEAD + len(prompts) * across + _FOOT)  # fmt: skip
+    size = (
+        _MARGIN * 2 + _TEXT_WIDTH + len(columns) * across,
+        _MARGIN + _HEAD + len(prompts) * across + _FOOT,
+    )
     sheet = Image.new("RGB", size, _PAPER)
     pen = ImageDraw.Draw(sheet)
     for row, prompt in enumerate(prompts):

@@ -202,6 +202,11 @@ def _decode(data: Mapping[str, Any], constants: dict[str, Any]) -> Analysis:
             raise ValueError("constants of another program")
         compiled = Compiled(program, constants, parameters, tied)
     return Analysis(
-        dict(data["config"]), compiled, parameters, tied, str(data["derived"]), str(data["note"]),
+        dict(data["config"]),
+        compiled,
+        parameters,
+        tied,
+        str(data["derived"]),
+        str(data["note"]),
         [str(text) for text in data["warnings"]],
-    )  # fmt: skip
+    )

@@ -30,10 +30,15 @@ def peer_command(settings: Settings, about: dict[str, Any], folder: Path) -> lis
         raise MlxconvError("--against compares single predictions: leave --guidance none")
     source = _source(settings)
     job = {
-        **asdict(settings.job()), "dtype": about["dtype"], "source": str(source),
-        "class": about["class"], "output": f"{folder}/peer.npy", "inputs": f"{folder}/inputs.npz",
-        "height": (settings.pixels or (512, 512))[1], "width": (settings.pixels or (512, 512))[0],
-    }  # fmt: skip
+        **asdict(settings.job()),
+        "dtype": about["dtype"],
+        "source": str(source),
+        "class": about["class"],
+        "output": f"{folder}/peer.npy",
+        "inputs": f"{folder}/inputs.npz",
+        "height": (settings.pixels or (512, 512))[1],
+        "width": (settings.pixels or (512, 512))[0],
+    }
     if settings.against.startswith("diffusers"):
         job["compiled"] = settings.against == "diffusers-compiled"
         return [sys.executable, "-m", DIFFUSERS, json.dumps(job)]

@@ -36,9 +36,11 @@ def run(data: dict[str, Any]) -> dict[str, Any]:
     job = Job.of(data)
     component = load_component(job.bundle, job.component, dtype=job.dtype)
     example = example_of(job, component)
-    method = bundle_recipe(component.path, component.program.class_name).program(
-        example.entry.name
-    ).method  # fmt: skip
+    method = (
+        bundle_recipe(component.path, component.program.class_name)
+        .program(example.entry.name)
+        .method
+    )
     began = time.perf_counter()
     (source,) = open_checkpoint(data["source"]).components.values()
     reference = load_reference(source, getattr(torch, data["dtype"]))

@@ -51,8 +51,15 @@ def qwen_image(job: dict[str, Any], root: Path, config: dict[str, Any]) -> Step:
     from mflux.models.qwen.weights.qwen_weight_definition import QwenWeightDefinition
 
     ModelConfig.precision = getattr(mx, job["dtype"])
-    names = ("in_channels", "out_channels", "num_layers", "attention_head_dim",
-             "num_attention_heads", "joint_attention_dim", "patch_size")  # fmt: skip
+    names = (
+        "in_channels",
+        "out_channels",
+        "num_layers",
+        "attention_head_dim",
+        "num_attention_heads",
+        "joint_attention_dim",
+        "patch_size",
+    )
     model = QwenTransformer(**{k: config[k] for k in names if config.get(k) is not None})
     _load(model, QwenWeightDefinition, root)
     given = _inputs(job)
@@ -85,10 +92,13 @@ def _inputs(job: dict[str, Any]) -> dict[str, mx.array]:
 
 def _config(job: dict[str, Any], t: float, guidance: float | None) -> Any:
     return SimpleNamespace(
-        scheduler=SimpleNamespace(sigmas=mx.array([t])), num_train_steps=1000,
-        precision=getattr(mx, job["dtype"]), guidance=guidance, height=job["height"],
+        scheduler=SimpleNamespace(sigmas=mx.array([t])),
+        num_train_steps=1000,
+        precision=getattr(mx, job["dtype"]),
+        guidance=guidance,
+        height=job["height"],
         width=job["width"],
-    )  # fmt: skip
+    )
 
 
 def measure(job: dict[str, Any], root: Path) -> dict[str, Any]:

@@ -30,15 +30,22 @@ _REASONS = (
     ("--keep", "asked for with `--keep`"),
     ("not a linear weight", "convolutions and lookup tables, which are not products with a matrix"),
     ("the model keeps it in", "the model itself computes with these in that precision"),
-)  # fmt: skip
+)
 
 
 def make_card(facts: CardFacts) -> str:
     """The whole of README.md."""
     sections = [
-        _title(facts), how_to_run(facts), _components(facts), _parity(facts), _precise(facts),
-        _unread(facts), _licence(facts), _provenance(facts), MARK,
-    ]  # fmt: skip
+        _title(facts),
+        how_to_run(facts),
+        _components(facts),
+        _parity(facts),
+        _precise(facts),
+        _unread(facts),
+        _licence(facts),
+        _provenance(facts),
+        MARK,
+    ]
     body = "\n\n".join(section for section in sections if section)
     text = f"---\n{metadata_yaml(facts)}---\n\n{body}\n"
     return without_home(without_token(text))
@@ -126,13 +133,29 @@ def _components(facts: CardFacts) -> str:
         stored = _stored(held) if part else f"{_stored(held)}, as in the source"
         runs = "yes" if part and part["program"] else "no"
         rows.append(
-            (_code(name), _code(held.class_name), human_count(held.parameters), stored,
-             f"{held.bits_per_weight:.2f}", format_bytes(held.bytes), runs)
-        )  # fmt: skip
+            (
+                _code(name),
+                _code(held.class_name),
+                human_count(held.parameters),
+                stored,
+                f"{held.bits_per_weight:.2f}",
+                format_bytes(held.bytes),
+                runs,
+            )
+        )
     total = sum(held.bytes for held in facts.held.values())
     count = sum(held.parameters for held in facts.held.values())
-    rows.append(("**all**", "", human_count(count), "", f"{8 * total / max(1, count):.2f}",
-                 format_bytes(total), ""))  # fmt: skip
+    rows.append(
+        (
+            "**all**",
+            "",
+            human_count(count),
+            "",
+            f"{8 * total / max(1, count):.2f}",
+            format_bytes(total),
+            "",
+        )
+    )
     head = ("component", "class", "parameters", "stored as", "bits per weight", "size", "program")
     return "\n\n".join(
         [
@@ -160,16 +183,22 @@ def _parity(facts: CardFacts) -> str:
     if measured.rows is None:
         return f"{head}\n\nNot measured: {measured.why}."
     rows = [
-        (_code(str(row["component"])), _compared(row), _error(row["rel_l2"]), _decibels(row),
-         "" if row["threshold"] is None else _error(row["threshold"]),
-         "passed" if row["passed"] else "**failed**")
+        (
+            _code(str(row["component"])),
+            _compared(row),
+            _error(row["rel_l2"]),
+            _decibels(row),
+            "" if row["threshold"] is None else _error(row["threshold"]),
+            "passed" if row["passed"] else "**failed**",
+        )
         for row in measured.rows
-    ]  # fmt: skip
+    ]
     table = _table(
         ("component", "compared", "relative error", "SQNR", "limit", ""), rows, (2, 3, 4)
     )
-    references = {str(r["reference"]).partition(",")[0] for r in measured.rows
-                  if r["tier"] != "weights"}  # fmt: skip
+    references = {
+        str(r["reference"]).partition(",")[0] for r in measured.rows if r["tier"] != "weights"
+    }
     against = f", against {', '.join(sorted(references))}" if references else ""
     return "\n\n".join(
         [
@@ -216,9 +245,10 @@ def _precise(facts: CardFacts) -> str:
             kind = _precision(group["dtype"])
             lines.append(f"- {_code(name)}, {_text(kind)}: {shown}{more}: {_reason(group['why'])}.")
     floats = [
-        f"`{name}`" for name, part in facts.manifest["components"].items()
+        f"`{name}`"
+        for name, part in facts.manifest["components"].items()
         if not facts.held[name].quantized
-    ]  # fmt: skip
+    ]
     if facts.quantized and floats:
         kinds = sorted({_stored(facts.held[name.strip("`")]) for name in floats})
         lines.append(f"- {', '.join(floats)}: not quantized ({'; '.join(kinds)}).")
@@ -254,9 +284,11 @@ def _licence(facts: CardFacts) -> str:
     licence, origin = facts.licence, facts.origin
     label = licence.label
     name = f"[{_text(label)}]({licence.link})" if licence.link else _code(label)
-    said = f"as its source, {_source_link(facts)}, states" if licence.copied else (
-        f"as the publisher states; the card of {_source_link(facts)} states none"
-    )  # fmt: skip
+    said = (
+        f"as its source, {_source_link(facts)}, states"
+        if licence.copied
+        else (f"as the publisher states; the card of {_source_link(facts)} states none")
+    )
     texts = [f"[{_text(file)}]({quote(file)})" for file in licence.files]
     carried = f" The texts that came with it are here: {', '.join(texts)}." if texts else ""
     lines = [

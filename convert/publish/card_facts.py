@@ -94,8 +94,9 @@ def card_facts(
     # What the card's code samples name: a bundle may come from anywhere.
     for name in (bundle.manifest.get("pipeline"), *(each.class_name for each in held.values())):
         if name is not None and not str(name).isidentifier():
-            raise MlxconvError(f"{bundle.path}: {str(name)[:80]!r} is not the name of a class; "
-                               "convert again")  # fmt: skip
+            raise MlxconvError(
+                f"{bundle.path}: {str(name)[:80]!r} is not the name of a class; convert again"
+            )
     return CardFacts(repo, bundle, origin, licence, measured, sample, held)
 
 

@@ -82,9 +82,10 @@ class Licence:
 def licence_files(folder: Path) -> list[str]:
     """Names of the licence and notice files at a folder's root, without our own notice."""
     return sorted(
-        p.name for p in folder.iterdir()
+        p.name
+        for p in folder.iterdir()
         if p.is_file() and LICENCE_FILE.fullmatch(p.name) and p.name != NOTICE_FILE
-    )  # fmt: skip
+    )
 
 
 def licence_of(
@@ -120,9 +121,14 @@ def licence_of(
     texts = _texts(folder, files)
     words = [*(chosen if isinstance(chosen, list) else [chosen]), name or ""]
     return Licence(
-        chosen, name, link, bool(facts.get("license")), tuple(files),
-        _obligations(words, texts if chosen == _OTHER else []), _attributions(texts),
-    )  # fmt: skip
+        chosen,
+        name,
+        link,
+        bool(facts.get("license")),
+        tuple(files),
+        _obligations(words, texts if chosen == _OTHER else []),
+        _attributions(texts),
+    )
 
 
 def _absolute(link: str | None, origin: Origin, files: Sequence[str]) -> str | None:

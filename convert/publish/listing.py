@@ -23,9 +23,14 @@ from ..verify.record import PARITY_FILE
 
 PICTURE_FILE = "sample.png"
 _ROOT_FILES = {
-    MANIFEST, CARD_FILE, PARITY_FILE, PICTURE_FILE, "config.json", "model_index.json",
+    MANIFEST,
+    CARD_FILE,
+    PARITY_FILE,
+    PICTURE_FILE,
+    "config.json",
+    "model_index.json",
     "modular_model_index.json",
-}  # fmt: skip
+}
 _TEXT_SUFFIXES = {".json", ".md", ".txt", ".toml", ".jinja", ""}
 _PIECE = 4 << 20
 

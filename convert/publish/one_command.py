@@ -20,9 +20,16 @@ from .publish import Say, Wishes, facts_of, looked_at, publish, remote_facts
 
 
 def convert_and_publish(
-    source: str, out: Path, q: str, wishes: Wishes, *, command: str, say: Say, show: Say,
+    source: str,
+    out: Path,
+    q: str,
+    wishes: Wishes,
+    *,
+    command: str,
+    say: Say,
+    show: Say,
     **options: Any,
-) -> tuple[dict[str, Any], bool]:  # fmt: skip
+) -> tuple[dict[str, Any], bool]:
     """What `convert --json` prints, with `verify` and `upload` in it, and whether all passed.
 
     All that can refuse the upload is asked first. A bundle that this very `command` wrote is not
@@ -103,10 +110,17 @@ def finished_report(path: Path) -> ConvertReport:
     for name, held in seen.components.items():
         part = manifest["components"].get(name, {})
         parts[name] = ComponentReport(
-            held.class_name, held.status, held.parameters, part.get("source_bytes", held.bytes),
-            held.bytes, held.bits_per_weight, held.quantized, unused=part.get("unused", []),
-            program=held.program, note="written before",
-        )  # fmt: skip
+            held.class_name,
+            held.status,
+            held.parameters,
+            part.get("source_bytes", held.bytes),
+            held.bytes,
+            held.bits_per_weight,
+            held.quantized,
+            unused=part.get("unused", []),
+            program=held.program,
+            note="written before",
+        )
     main = max(parts, key=lambda name: parts[name].parameters)
     q = str(manifest["components"].get(main, {}).get("q", ""))
     source, revision = str(manifest["source"]), manifest.get("revision")

@@ -140,9 +140,8 @@ def refuse_foreign(repo: str, paths: Collection[str], ours: Collection[str] = ()
     if any(path == MANIFEST or path.endswith(f"/{PROGRAM_FILE}") for path in paths):
         return
     foreign = [
-        p for p in paths
-        if _WEIGHTS.fullmatch(p) and not OUR_WEIGHTS.fullmatch(p) and p not in ours
-    ]  # fmt: skip
+        p for p in paths if _WEIGHTS.fullmatch(p) and not OUR_WEIGHTS.fullmatch(p) and p not in ours
+    ]
     if foreign:
         raise MlxconvError(
             f"{repo}: holds other weights ({', '.join(sorted(foreign)[:3])}), and a bundle beside "

@@ -119,9 +119,13 @@ class UploadReport:
 
 
 def publish(
-    path: Path, wishes: Wishes, destination: Destination | None = None, *, dry_run: bool = False,
+    path: Path,
+    wishes: Wishes,
+    destination: Destination | None = None,
+    *,
+    dry_run: bool = False,
     say: Say = lambda text: None,
-) -> UploadReport:  # fmt: skip
+) -> UploadReport:
     """Write the card, check the bundle's files, upload them and prove that they arrived.
 
     `destination` comes from `check_before_converting`, where that was called. MlxconvError says
@@ -173,8 +177,10 @@ def looked_at(wishes: Wishes) -> tuple[Destination | None, str]:
     try:
         return look(wishes.repo, wishes.revision), ""
     except Unreachable as error:
-        return None, (f"whether {wishes.repo} exists and may be written to, which of these files "
-                      f"it has, the token, the source's card and terms ({error})")  # fmt: skip
+        return None, (
+            f"whether {wishes.repo} exists and may be written to, which of these files "
+            f"it has, the token, the source's card and terms ({error})"
+        )
 
 
 def facts_of(facts: dict[str, Any], origin: Origin, bundle: Path | None = None) -> dict[str, Any]:
@@ -232,11 +238,15 @@ def _notes(origin: Origin, licence: Licence, measured: Measured) -> tuple[str, .
         )
     notes += [f"note: {text.replace('**', '')}" for text in licence.obligations]
     if measured.rows is None:
-        notes.append(f"note: the card says that parity was not measured: {measured.why}; "
-                     "`--against SOURCE` measures it")  # fmt: skip
+        notes.append(
+            f"note: the card says that parity was not measured: {measured.why}; "
+            "`--against SOURCE` measures it"
+        )
     if origin.repo is None:
-        notes.append(f"note: the card names no base model, {origin.label} is a local folder; "
-                     "`--base-model NAMESPACE/NAME` names it")  # fmt: skip
+        notes.append(
+            f"note: the card names no base model, {origin.label} is a local folder; "
+            "`--base-model NAMESPACE/NAME` names it"
+        )
     return tuple(notes)
 
 

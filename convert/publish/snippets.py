@@ -61,11 +61,14 @@ def _inside_diffusers(facts: CardFacts) -> list[str]:
     return [
         "In diffusers, its modules replaced by these:",
         code("sh", "pip install 'mlxconv[convert]'"),
-        code("python", f"import diffusers\nimport mlxconv\n\n"
-              f"pipe = diffusers.{facts.pipeline}.from_pretrained({json.dumps(source)}{at})\n"
-              f"mlxconv.into_diffusers(pipe, \"{facts.repo}\")"),
+        code(
+            "python",
+            f"import diffusers\nimport mlxconv\n\n"
+            f"pipe = diffusers.{facts.pipeline}.from_pretrained({json.dumps(source)}{at})\n"
+            f'mlxconv.into_diffusers(pipe, "{facts.repo}")',
+        ),
         "Call `pipe` as usual; its modules now run in MLX.",
-    ]  # fmt: skip
+    ]
 
 
 def _one_component(facts: CardFacts) -> list[str]:
@@ -73,23 +76,29 @@ def _one_component(facts: CardFacts) -> list[str]:
         return ["These are weights without a program: load them into a model of yours."]
     return [
         code("sh", "pip install mlxconv"),
-        code("python", f"import mlxconv\n\nmodel = mlxconv.load_component(\"{facts.repo}\", "
-              f"\"{facts.main}\")\nfor entry in model.program.entries:\n"
-              "    print(entry.name, [(i.name, i.type) for i in entry.inputs])"),
+        code(
+            "python",
+            f'import mlxconv\n\nmodel = mlxconv.load_component("{facts.repo}", '
+            f'"{facts.main}")\nfor entry in model.program.entries:\n'
+            "    print(entry.name, [(i.name, i.type) for i in entry.inputs])",
+        ),
         f"Call it with the keyword names of `{facts.held[facts.main].class_name}.forward`, as "
         "`mx.array`.",
-    ]  # fmt: skip
+    ]
 
 
 def _plain_mlx(facts: CardFacts) -> list[str]:
     lines = [
-        "from pathlib import Path", "", "import mlx.core as mx",
-        "from huggingface_hub import snapshot_download", "",
-        f"folder = Path(snapshot_download(\"{facts.repo}\", allow_patterns=\"{facts.main}/*\"))",
+        "from pathlib import Path",
+        "",
+        "import mlx.core as mx",
+        "from huggingface_hub import snapshot_download",
+        "",
+        f'folder = Path(snapshot_download("{facts.repo}", allow_patterns="{facts.main}/*"))',
         "weights = {}",
-        f"for file in sorted((folder / \"{facts.main}\").glob(\"model*.safetensors\")):",
+        f'for file in sorted((folder / "{facts.main}").glob("model*.safetensors")):',
         "    weights |= mx.load(str(file))",
-    ]  # fmt: skip
+    ]
     return [
         "The weights alone, with nothing but MLX (names are the source's, convolutions are "
         "channels-last):",
@@ -110,10 +119,11 @@ def _dequantize(facts: CardFacts) -> list[str]:
     parts = ["weight", "scales", *(["biases"] if f"{module}.biases" in known else [])]
     mode = "" if common.mode == "affine" else f', mode="{common.mode}"'
     return [
-        "", f"# One matrix, dense again; `quantization` in {facts.main}/config.json has them all.",
+        "",
+        f"# One matrix, dense again; `quantization` in {facts.main}/config.json has them all.",
         f"parts = [weights[{json.dumps(module + '.')} + part] for part in {json.dumps(parts)}]",
         f"matrix = mx.dequantize(*parts, group_size={common.group_size}, bits={common.bits}{mode})",
-    ]  # fmt: skip
+    ]
 
 
 def code(language: str, text: str) -> str:

@@ -88,10 +88,11 @@ def stale_paths(remote: Mapping[str, Any], listing: Listing) -> tuple[str, ...]:
     folders |= {path.partition("/")[0] for path in remote if OUR_WEIGHTS.fullmatch(path)}
     return tuple(
         sorted(
-            path for path in remote
+            path
+            for path in remote
             if "/" in path and path.partition("/")[0] in folders and path not in listing.files
         )
-    )  # fmt: skip
+    )
 
 
 def send(

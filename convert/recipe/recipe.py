@@ -222,8 +222,19 @@ _TOP = {
 _DIM = {"trace", "check", "fixed", "values"}
 _PROGRAM = {"method", "inputs", "arguments", "when", "truths", "alike"}
 _BOUNDS = ("below", "reaches")
-_INPUT = {"shape", "dtype", "stage", "value", "integers", "mask", "count", "when", "known",
-          "below", "reaches"}  # fmt: skip
+_INPUT = {
+    "shape",
+    "dtype",
+    "stage",
+    "value",
+    "integers",
+    "mask",
+    "count",
+    "when",
+    "known",
+    "below",
+    "reaches",
+}
 
 
 @dataclass(frozen=True)

@@ -179,8 +179,11 @@ def refuse_foreign_links(folder: Path, root: Path) -> None:
     home = root.resolve()
     cache = next((above.parent for above in home.parents if above.name == "snapshots"), home)
     inside = (home, cache / "blobs")
-    below = (Path(place, name) for place, folders, files in os.walk(folder)
-             for name in (*folders, *files))  # fmt: skip
+    below = (
+        Path(place, name)
+        for place, folders, files in os.walk(folder)
+        for name in (*folders, *files)
+    )
     for path in (*root.iterdir(), *below):
         if not path.is_symlink():
             continue
@@ -201,8 +204,11 @@ def _folder(source: str | Path) -> Path:
         return path
     if path.is_file():
         weights = path.suffix in (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
-        what = "load it with diffusers' from_single_file and save_pretrained it first" if (
-            weights) else f"give its folder, {path.absolute().parent}, if that is one"  # fmt: skip
+        what = (
+            "load it with diffusers' from_single_file and save_pretrained it first"
+            if (weights)
+            else f"give its folder, {path.absolute().parent}, if that is one"
+        )
         raise MlxconvError(
             f"{path}: is a file, expected a folder as save_pretrained writes it; {what}"
         )

@@ -227,8 +227,11 @@ def _private_folder(name: HubName) -> Iterator[Path]:
 
 
 def _refuse_hub_options(source: str | Path, asked: Asked) -> None:
-    given = {"--revision": asked.revision, "--low-disk": asked.low_disk,
-             "--verify-checksums": asked.checksums}  # fmt: skip
+    given = {
+        "--revision": asked.revision,
+        "--low-disk": asked.low_disk,
+        "--verify-checksums": asked.checksums,
+    }
     for option, value in given.items():
         if value:
             raise MlxconvError(f"{source}: {option} is for repositories of the Hub, this is a path")

@@ -221,10 +221,14 @@ def _unknown_of_transformers(
     kept, parts = made.to_dict(), dict(getattr(cls, "sub_configs", {}))
     known = [plain, *(getattr(plain, name, None) for name in parts), GenerationConfig()]
     unknown = {
-        key: value for key, value in config.items()
-        if key in kept and key not in words and value is not None and not key.startswith("_")
+        key: value
+        for key, value in config.items()
+        if key in kept
+        and key not in words
+        and value is not None
+        and not key.startswith("_")
         and not any(hasattr(each, key) for each in known)
-    }  # fmt: skip
+    }
     for name in parts:
         part, inner = getattr(made, name, None), config.get(name)
         if part is not None and isinstance(inner, dict):

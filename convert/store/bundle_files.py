@@ -91,9 +91,13 @@ def copy_rest(checkpoint: Checkpoint, out: Path, warn: list[str]) -> None:
             except MlxconvError as error:
                 warn.append(f"{name}: `generate` cannot tokenize prompts with it: {error}")
     index = next(
-        (f for n in ("model_index.json", "modular_model_index.json")
-         if (f := checkpoint.path / n).is_file()), None,
-    )  # fmt: skip
+        (
+            f
+            for n in ("model_index.json", "modular_model_index.json")
+            if (f := checkpoint.path / n).is_file()
+        ),
+        None,
+    )
     if index is not None:
         shutil.copyfile(index, out / index.name)
 

@@ -81,8 +81,9 @@ def check_target(out: Path, force: bool, source: Path | None = None) -> None:
             "choose another folder"
         )
     if not force:
-        raise MlxconvError(f"{out}: exists: choose another folder, or replace it with --force "
-                           "(force=True)")  # fmt: skip
+        raise MlxconvError(
+            f"{out}: exists: choose another folder, or replace it with --force (force=True)"
+        )
 
 
 def check_space(out: Path, needed: int) -> None:

@@ -26,17 +26,30 @@ def check_effects(options: Options, jobs: Mapping[str, Job]) -> None:
         (options.text_encoder_q, "--text-encoder-q", encoders, "no text encoder is converted"),
         (options.vae_q, "--vae-q", vaes, "no VAE is converted"),
         (options.keep, "--keep", quantizing, f"--q {options.q} quantizes no weight by default"),
-        (options.method != "refit", f"--method {options.method}",
-         any(p.mode == "affine" for p in made), "nothing is quantized in an affine precision"),
-        (options.group_size, "--group-size",
-         any(p.mode == "affine" and p.group_size for p in made)
-         and not (options.q.endswith(".toml") and not options.set),
-         "the groups are those of the policy file" if options.q.endswith(".toml")
-         else "nothing is quantized in an affine precision"),
-        (options.sizes, "--size", fixed and not options.weights_only,
-         "nothing is traced with --weights-only" if options.weights_only
-         else "no class here builds its image size in, one bundle runs at every size"),
-    ):  # fmt: skip
+        (
+            options.method != "refit",
+            f"--method {options.method}",
+            any(p.mode == "affine" for p in made),
+            "nothing is quantized in an affine precision",
+        ),
+        (
+            options.group_size,
+            "--group-size",
+            any(p.mode == "affine" and p.group_size for p in made)
+            and not (options.q.endswith(".toml") and not options.set),
+            "the groups are those of the policy file"
+            if options.q.endswith(".toml")
+            else "nothing is quantized in an affine precision",
+        ),
+        (
+            options.sizes,
+            "--size",
+            fixed and not options.weights_only,
+            "nothing is traced with --weights-only"
+            if options.weights_only
+            else "no class here builds its image size in, one bundle runs at every size",
+        ),
+    ):
         if given and not has_effect:
             raise MlxconvError(f"{option} has no effect: {why}; leave it out")
     overrides = [policy.overrides for policy in (job.policy for job in jobs.values())]

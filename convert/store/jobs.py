@@ -183,9 +183,18 @@ def _prepare(run: Run, component: Component) -> Job:
     policy = _policy(run.options, run.checkpoint, component, recipe)
     plan = make_plan(component, named, found, policy, run.options.method)
     return Job(
-        component, known.config, recipe, compiled, match, named, found, policy, plan, known.note,
+        component,
+        known.config,
+        recipe,
+        compiled,
+        match,
+        named,
+        found,
+        policy,
+        plan,
+        known.note,
         known.derived,
-    )  # fmt: skip
+    )
 
 
 def _check_unread(
@@ -218,10 +227,14 @@ def _analysis(run: Run, component: Component, recipe: Recipe | None) -> Analysis
     key = None
     if run.use_cache and not component.named:
         key = entry_key(
-            library=component.library, class_name=component.class_name, config=component.config,
-            recipe=recipe, sizes=run.options.sizes, weights_only=run.options.weights_only,
+            library=component.library,
+            class_name=component.class_name,
+            config=component.config,
+            recipe=recipe,
+            sizes=run.options.sizes,
+            weights_only=run.options.weights_only,
             alone=len(run.checkpoint.components) == 1,
-        )  # fmt: skip
+        )
     if key is not None and (known := read_entry(key)) is not None:
         run.say(f"{component.name}: {component.class_name} was traced before")
         run.warnings += known.warnings

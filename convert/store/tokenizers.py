@@ -21,25 +21,57 @@ _LENGTH = 77  # tokens that the padded prompts are cut or padded to
 
 # What prompts look like: plain, empty, long, weighted, in many scripts, and hard on normalizers.
 PROMPTS = (
-    "", " ", "a", "a cat on a red sofa", "A Cat On A Red Sofa", "  two  spaces  ", "trailing ",
-    "line one\nline two", "tabs\tand\r\nreturns", "don't, can't; it's \"quoted\"",
+    "",
+    " ",
+    "a",
+    "a cat on a red sofa",
+    "A Cat On A Red Sofa",
+    "  two  spaces  ",
+    "trailing ",
+    "line one\nline two",
+    "tabs\tand\r\nreturns",
+    "don't, can't; it's \"quoted\"",
     "e.g. 3.5 x 10^4",
-    "1234567890 007 1,000.50", "a (red:1.3) [blue|green] {sofa} AND ((best quality))",
+    "1234567890 007 1,000.50",
+    "a (red:1.3) [blue|green] {sofa} AND ((best quality))",
     "50% off!!!",
-    "https://example.org/a?b=c&d=%20", "<lora:style:0.8> photo", "<b>bold</b> &amp; code `x = 1`",
-    "naïve café, Ångström, Straße", "cafe\u0301 vs caf\u00e9", "İstanbul ıI ŞşĞğ", "ﬁne ﬂuﬀ Ⅷ ½ ²",
-    "ＦＵＬＬ ｗｉｄｔｈ", "zero\u200bwidth\u200djoiner\ufeff", "non\u00a0breaking\u2009space",
+    "https://example.org/a?b=c&d=%20",
+    "<lora:style:0.8> photo",
+    "<b>bold</b> &amp; code `x = 1`",
+    "naïve café, Ångström, Straße",
+    "cafe\u0301 vs caf\u00e9",
+    "İstanbul ıI ŞşĞğ",
+    "ﬁne ﬂuﬀ Ⅷ ½ ²",
+    "ＦＵＬＬ ｗｉｄｔｈ",
+    "zero\u200bwidth\u200djoiner\ufeff",
+    "non\u00a0breaking\u2009space",
     "a\u0000b\u0007c",
-    "红色沙发上的一只猫", "赤いソファの上の猫", "빨간 소파 위의 고양이", "кошка на красном диване",
-    "γάτα σε κόκκινο καναπέ", "قطة على أريكة حمراء", "חתול על ספה אדומה", "लाल सोफे पर एक बिल्ली",
-    "แมวบนโซฟาสีแดง", "con mèo trên ghế sô pha đỏ", "🐈", "a 🐈 on a 🟥 🛋️", "👩‍👩‍👧‍👦 👍🏽 🇫🇷",
-    "∑ ∫ √2 ≈ 1.414 ≠ ∞", "→ ← “quotes” ‘single’ — dash … ellipsis", "x" * 300,
+    "红色沙发上的一只猫",
+    "赤いソファの上の猫",
+    "빨간 소파 위의 고양이",
+    "кошка на красном диване",
+    "γάτα σε κόκκινο καναπέ",
+    "قطة على أريكة حمراء",
+    "חתול על ספה אדומה",
+    "लाल सोफे पर एक बिल्ली",
+    "แมวบนโซฟาสีแดง",
+    "con mèo trên ghế sô pha đỏ",
+    "🐈",
+    "a 🐈 on a 🟥 🛋️",
+    "👩‍👩‍👧‍👦 👍🏽 🇫🇷",
+    "∑ ∫ √2 ≈ 1.414 ≠ ∞",
+    "→ ← “quotes” ‘single’ — dash … ellipsis",
+    "x" * 300,
     "supercalifragilistic " * 3,
-    "a photo of a cat, " * 40, "猫" * 200, "🙂" * 90, "</s> <pad> <unk> <bos>",
+    "a photo of a cat, " * 40,
+    "猫" * 200,
+    "🙂" * 90,
+    "</s> <pad> <unk> <bos>",
     "<|endoftext|> <|im_end|>",
-    "<|startoftext|>cat<|endoftext|>", "_under_score-and-dash/and\\slash",
+    "<|startoftext|>cat<|endoftext|>",
+    "_under_score-and-dash/and\\slash",
     "#hashtag @mention $5 ~tilde^",
-)  # fmt: skip
+)
 
 
 def listed_class(checkpoint: Checkpoint, name: str) -> str:
@@ -77,8 +109,10 @@ def write_tokenizer(folder: Path, class_name: str, out: Path) -> None:
     tokenizer = load_tokenizer(folder, class_name)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise MlxconvError(f"{folder}: {type(tokenizer).__name__} is written in Python, so it has "
-                           f"no {TOKENIZER_FILE}")  # fmt: skip
+        raise MlxconvError(
+            f"{folder}: {type(tokenizer).__name__} is written in Python, so it has "
+            f"no {TOKENIZER_FILE}"
+        )
     backend.no_padding()
     backend.no_truncation()
     (out / TOKENIZER_FILE).unlink(missing_ok=True)
@@ -99,12 +133,16 @@ def difference(ours: TextTokenizer, theirs: Any) -> str:
         pairs = [(_row(ours.unpadded(text).ids), theirs(text, verbose=False).input_ids)]
         if theirs.pad_token is not None:
             padded, expected = ours.padded(text, _LENGTH), theirs(text, **cut)
-            pairs += [(_row(padded.ids), expected.input_ids),
-                      (_row(padded.mask), expected.attention_mask)]  # fmt: skip
+            pairs += [
+                (_row(padded.ids), expected.input_ids),
+                (_row(padded.mask), expected.attention_mask),
+            ]
         for found, wanted in pairs:
             if found != list(wanted):
-                return (f"the prompt {text[:40]!r} becomes the tokens {found[:8]}..., by "
-                        f"transformers {list(wanted)[:8]}...")  # fmt: skip
+                return (
+                    f"the prompt {text[:40]!r} becomes the tokens {found[:8]}..., by "
+                    f"transformers {list(wanted)[:8]}..."
+                )
     return ""
 
 

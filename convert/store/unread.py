@@ -38,9 +38,14 @@ def with_unused(recipe: str, names: Iterable[str]) -> str:
 
 
 def refuse_unread(
-    path: Path, cls: Any, module: Any, match: KeyMatch, unread: Iterable[str],
-    tied: Mapping[str, str], allowed: Iterable[str],
-) -> None:  # fmt: skip
+    path: Path,
+    cls: Any,
+    module: Any,
+    match: KeyMatch,
+    unread: Iterable[str],
+    tied: Mapping[str, str],
+    allowed: Iterable[str],
+) -> None:
     """MlxconvError for tensors whose being left over nothing explains.
 
     Expected are those that match `allowed` (a recipe's `unused`); second names of tied tensors;

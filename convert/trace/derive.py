@@ -61,29 +61,41 @@ def _positions(tokens: str) -> tuple[_Guess, ...]:
     return _guesses(*axes, *(f"batch {a}" for a in axes), f"batch {tokens}", kind="ids")
 
 
-_IMAGE = _guesses("batch ? height width", "batch image_tokens ?", "batch ? frames height width",
-                  "batch frames ? height width", "batch ? length", "batch ?")  # fmt: skip
+_IMAGE = _guesses(
+    "batch ? height width",
+    "batch image_tokens ?",
+    "batch ? frames height width",
+    "batch frames ? height width",
+    "batch ? length",
+    "batch ?",
+)
 _TOKENS = _guesses("batch text_tokens ?", "batch ?", "batch batch text_tokens ?")
 _RULES = (
     _Rule(r"^(hidden_states|sample|x|z|latents?|img|.*latents?|noisy.*)$", _IMAGE),
     _Rule(r"^(timesteps?|t|time|sigmas?|.*_timesteps?)$", _guesses("batch", kind="time")),
     _Rule(r"^.*guidance.*$", _guesses("batch", kind="guidance")),
     _Rule(r"^input_ids$", _guesses("batch text_tokens", kind="tokens")),
-    _Rule(r"^attention_mask$", (
-        *_guesses("batch text_tokens", kind="token_mask"),
-        *_guesses("batch image_tokens", kind="mask"))),
+    _Rule(
+        r"^attention_mask$",
+        (
+            *_guesses("batch text_tokens", kind="token_mask"),
+            *_guesses("batch image_tokens", kind="mask"),
+        ),
+    ),
     _Rule(r"^(class_labels|labels)$", _guesses("batch", kind="labels")),
     _Rule(r"^(txt|text|encoder|prompt).*ids$", _positions("text_tokens")),
     _Rule(r"^.*ids$", _positions("image_tokens")),
     _Rule(_TEXT + "mask$", _guesses("batch text_tokens", kind="mask")),
     _Rule(r"^.*mask$", _guesses("batch text_tokens", "batch image_tokens", kind="mask")),
     _Rule(r"^(pooled.*|y|.*_pooled.*|vector.*)$", _guesses("batch ?", "batch text_tokens ?")),
-    _Rule(r"^(height|width|frames|num_frames|post_patch_(height|width))$",
-          _guesses("", kind="size")),
+    _Rule(
+        r"^(height|width|frames|num_frames|post_patch_(height|width))$", _guesses("", kind="size")
+    ),
     _Rule(_TEXT, _TOKENS),
-)  # fmt: skip
-_OTHER = _guesses("batch ?", "batch text_tokens ?", "batch", "batch ? height width",
-                  "batch image_tokens ?")  # fmt: skip
+)
+_OTHER = _guesses(
+    "batch ?", "batch text_tokens ?", "batch", "batch ? height width", "batch image_tokens ?"
+)
 # Arguments that may be None and yet carry the model's input.
 _EXPECTED = re.compile(r"^(hidden_states|sample|x|timesteps?|t|encoder_hidden_states|input_ids)$")
 
@@ -320,8 +332,10 @@ class _Search:
         if guess.kind == "size":
             return dims.get(name.removeprefix("post_patch_").removeprefix("num_"), 1)
         sizes = [self.size(name, guess, axis, dims) for axis in guess.axes]
-        kinds = {**dict.fromkeys(("tokens", "labels", "token_mask"), torch.int64),
-                 "mask": torch.bool}  # fmt: skip
+        kinds = {
+            **dict.fromkeys(("tokens", "labels", "token_mask"), torch.int64),
+            "mask": torch.bool,
+        }
         dtype = {"time": torch.float32, "guidance": torch.float32}.get(guess.kind, torch.bfloat16)
         return torch.empty(sizes, dtype=kinds.get(guess.kind, dtype))
 
@@ -399,8 +413,11 @@ class _Text:
         used = dict.fromkeys(
             axis for guess in self.found.values() for axis in guess.axes if axis in self.search.dims
         )
-        left = [p.name for p in self.search.signature
-                if p.name not in self.found and p.name != "return_dict"]  # fmt: skip
+        left = [
+            p.name
+            for p in self.search.signature
+            if p.name not in self.found and p.name != "return_dict"
+        ]
         lines = ["# Derived from the forward's arguments by mlxconv; check what it passes."]
         if left:
             lines.append(f"# Not passed: {', '.join(left)}.")
@@ -491,6 +508,9 @@ def precise_modules(module: nn.Module) -> tuple[list[str], list[str]]:
             keep[path if whole else f"{parts[0]}.**"] = None
         elif re.search(r"(^|\.)[\w]*(ada|mod|norm)[\w]*\.", path, re.IGNORECASE):
             members = {i for i in range(1, len(parts)) if ".".join(parts[:i]) in lists | {parts[0]}}
-            modulation[".".join("*" if part.isdigit() and i in members else part
-                                for i, part in enumerate(parts))] = None  # fmt: skip
+            modulation[
+                ".".join(
+                    "*" if part.isdigit() and i in members else part for i, part in enumerate(parts)
+                )
+            ] = None
     return list(keep), list(modulation)

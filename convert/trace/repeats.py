@@ -305,8 +305,9 @@ def _block_forward(child: nn.Module, path: str, group: Equals, trace: _Trace) ->
         once = group.labels.intersection(trace.reads[read:]) or (alone and _state(child) != state)
         result = (output, None if kept else (args, kwargs))
         calls = {} if once else trace.calls
-        found = _finish(result, key, _Call(name, path, spec, (), state), leaves, inside, entered,
-                        calls)  # fmt: skip
+        found = _finish(
+            result, key, _Call(name, path, spec, (), state), leaves, inside, entered, calls
+        )
         return _returned(given, found)
 
     return block_forward

@@ -16,9 +16,15 @@ from .metrics import Row, compare, make_row, to_numpy
 
 
 def bundle_rows(
-    made: Bundle, other: Bundle, components: Sequence[str], *, seed: int, dtype: str | None,
-    threshold: float | None, dims: Mapping[str, int],
-) -> list[Row]:  # fmt: skip
+    made: Bundle,
+    other: Bundle,
+    components: Sequence[str],
+    *,
+    seed: int,
+    dtype: str | None,
+    threshold: float | None,
+    dims: Mapping[str, int],
+) -> list[Row]:
     """A forward row for each entry that both bundles have.
 
     Both run in `dtype`, by default float32, so that they differ by their weights alone. The rows
@@ -39,9 +45,13 @@ def bundle_rows(
 
 
 def _case(
-    bundle: Bundle, name: str, seed: int, dtype: str | None, threshold: float | None,
+    bundle: Bundle,
+    name: str,
+    seed: int,
+    dtype: str | None,
+    threshold: float | None,
     dims: Mapping[str, int],
-) -> Case:  # fmt: skip
+) -> Case:
     folder, listed = bundle.component(name), bundle.manifest["components"][name]
     config = read_json(folder / "config.json")
     recipe = None
@@ -71,6 +81,12 @@ def _entry_rows(ours: Case, theirs: Case, other: Bundle) -> Iterator[Row]:
         sums = compare(results, [to_numpy(value) for value in references])
         limit = ours.threshold
         yield make_row(
-            "forward", ours.name, run.label, sums, limit, label,
-            passed=True if limit is None else None, note="" if limit is not None else "not judged",
-        )  # fmt: skip
+            "forward",
+            ours.name,
+            run.label,
+            sums,
+            limit,
+            label,
+            passed=True if limit is None else None,
+            note="" if limit is not None else "not judged",
+        )

@@ -254,9 +254,15 @@ def _compare_quantized(
             judge = _same_weights(run, loaded, exact, label, tier, " (runtime)")
             rows, begins = judge.found()
             first = make_row(
-                "forward", case.name, run.label, compare(judge.outputs, want[0]), None,
-                exact.label, passed=all(row.passed for row in rows), note=QUANTIZATION_ERROR,
-            )  # fmt: skip
+                "forward",
+                case.name,
+                run.label,
+                compare(judge.outputs, want[0]),
+                None,
+                exact.label,
+                passed=all(row.passed for row in rows),
+                note=QUANTIZATION_ERROR,
+            )
             found.append(([first, *rows], begins))
     return found
 
@@ -287,11 +293,15 @@ def _compare_with_noise(
     with replaced_weights(exact, ChainMap(tensors, own)):  # type: ignore[arg-type]
         judges = [
             _same_weights(
-                EntryRun(case, run.recipe, program, run.entry), loaded, exact,
-                f"{exact.label}, noise for zeros", tier, NOISE,
+                EntryRun(case, run.recipe, program, run.entry),
+                loaded,
+                exact,
+                f"{exact.label}, noise for zeros",
+                tier,
+                NOISE,
             )
             for run in runs
-        ]  # fmt: skip
+        ]
         return [judge.found() for judge in judges]
 
 

@@ -140,12 +140,18 @@ def sizes(bundle: Bundle, checkpoint: Checkpoint) -> list[dict[str, Any]]:
     for name, held in inspect(bundle.path).components.items():
         source = checkpoint.components.get(name)
         tensors = source.tensors.values() if source else ()
-        rows.append({
-            "name": name, "class": held.class_name, "parameters": held.parameters,
-            "source": sum(t.nbytes for t in tensors), "bundle": held.bytes,
-            "bits": held.bits_per_weight, "quantized": held.quantized,
-            "status": held.status,
-        })  # fmt: skip
+        rows.append(
+            {
+                "name": name,
+                "class": held.class_name,
+                "parameters": held.parameters,
+                "source": sum(t.nbytes for t in tensors),
+                "bundle": held.bytes,
+                "bits": held.bits_per_weight,
+                "quantized": held.quantized,
+                "status": held.status,
+            }
+        )
     return rows
 
 
@@ -424,8 +430,20 @@ def _tables(report: ParityReport) -> str:
 
 def _columns(tier: str, noted: bool) -> list[str]:
     psnr = ["PSNR, dB"] if tier == "image" else []
-    return ["component", "name", "result", *psnr, "rel_l2", "limit", "max_rel", "max_abs",
-            "cosine", "dB", "reference", *(["note"] if noted else [])]  # fmt: skip
+    return [
+        "component",
+        "name",
+        "result",
+        *psnr,
+        "rel_l2",
+        "limit",
+        "max_rel",
+        "max_abs",
+        "cosine",
+        "dB",
+        "reference",
+        *(["note"] if noted else []),
+    ]
 
 
 def _row(row: Row, noted: bool) -> str:
@@ -433,9 +451,14 @@ def _row(row: Row, noted: bool) -> str:
     colour = f' class="{result}-cell"' if result != "reported" else ""
     psnr = [_number(row.psnr_db, "dB")] if row.tier == "image" else []
     figures = [
-        *psnr, _number(row.rel_l2), _number(row.threshold), _number(row.max_rel),
-        _number(row.max_abs), _number(row.cosine, ".6f"), _number(row.sqnr_db, "dB"),
-    ]  # fmt: skip
+        *psnr,
+        _number(row.rel_l2),
+        _number(row.threshold),
+        _number(row.max_rel),
+        _number(row.max_abs),
+        _number(row.cosine, ".6f"),
+        _number(row.sqnr_db, "dB"),
+    ]
     cells = "".join(f'<td class="n">{figure}</td>' for figure in figures)
     note = f"<td>{escape(row.note)}</td>" if noted else ""
     return (
@@ -445,16 +468,27 @@ def _row(row: Row, noted: bool) -> str:
 
 
 def _sizes(components: Sequence[dict[str, Any]]) -> str:
-    head = ["component", "class", "parameters", "source", "bundle", "of source", "bits a weight",
-            "quantized"]  # fmt: skip
+    head = [
+        "component",
+        "class",
+        "parameters",
+        "source",
+        "bundle",
+        "of source",
+        "bits a weight",
+        "quantized",
+    ]
     rows = []
     for part in components:
         quantized = f"{part['quantized']} matrices" if part["quantized"] else "–"
         source = format_bytes(part["source"]) if part["source"] else "–"
         figures = [
-            human_count(part["parameters"]), source, format_bytes(part["bundle"]),
-            _share(part["bundle"], part["source"]), f"{part['bits']:.2f}",
-        ]  # fmt: skip
+            human_count(part["parameters"]),
+            source,
+            format_bytes(part["bundle"]),
+            _share(part["bundle"], part["source"]),
+            f"{part['bits']:.2f}",
+        ]
         cells = "".join(f'<td class="n">{figure}</td>' for figure in figures)
         copied = ", copied" if part["status"] == "copied" else ""
         rows.append(
@@ -464,9 +498,12 @@ def _sizes(components: Sequence[dict[str, Any]]) -> str:
     source, bundle = (sum(part[side] for part in components) for side in ("source", "bundle"))
     parameters = sum(part["parameters"] for part in components)
     totals = [
-        human_count(parameters), format_bytes(source), format_bytes(bundle), _share(bundle, source),
+        human_count(parameters),
+        format_bytes(source),
+        format_bytes(bundle),
+        _share(bundle, source),
         f"{8 * bundle / max(1, parameters):.2f}",
-    ]  # fmt: skip
+    ]
     cells = "".join(f'<td class="n">{figure}</td>' for figure in totals)
     foot = f'<tfoot><tr><th scope="row">all</th><td></td>{cells}<td></td></tr></tfoot>'
     table = _table("Sizes", head, rows, foot)

@@ -213,11 +213,16 @@ def run_both(case: PipelineCase, say: Callable[[str], None] = lambda text: None)
     reference, several = f"diffusers {diffusers.__version__} fp32 cpu", len(ours) > 1
     return [
         Compared(
-            prompt, f"prompt {i + 1}, " if several else "", reference, ours[i], exact[i],
-            half[i] if half else None, original[i] if original else None,
+            prompt,
+            f"prompt {i + 1}, " if several else "",
+            reference,
+            ours[i],
+            exact[i],
+            half[i] if half else None,
+            original[i] if original else None,
         )
         for i, prompt in enumerate(case.request.prompts)
-    ]  # fmt: skip
+    ]
 
 
 # ---- judging -------------------------------------------------------------------------------------
@@ -275,8 +280,9 @@ def _rows(
     if compared.original is None:
         return [row]
     cost = _sums(ours, part(compared.original))
-    first = make_row(tier, PIPELINE, name, cost, None, label, passed=row.passed,
-                     note=QUANTIZATION_ERROR)  # fmt: skip
+    first = make_row(
+        tier, PIPELINE, name, cost, None, label, passed=row.passed, note=QUANTIZATION_ERROR
+    )
     return [_with_psnr(first, cost, exact.size), row]
 
 

@@ -138,10 +138,12 @@ def load_pipeline(checkpoint: Checkpoint, dtypes: Mapping[str, str], variant: st
     try:
         with _without_bars(), _without_remote_code():
             pipe = cls.from_pretrained(
-                str(checkpoint.path), local_files_only=True, trust_remote_code=False,
+                str(checkpoint.path),
+                local_files_only=True,
+                trust_remote_code=False,
                 variant=variant,
                 dtype={name: getattr(torch, dtype) for name, dtype in dtypes.items()},
-            )  # fmt: skip
+            )
     except Exception as error:  # diffusers and transformers raise many kinds
         raise MlxconvError(
             f"{checkpoint.path}: diffusers cannot load the pipeline ({in_one_line(error)})"
@@ -303,8 +305,14 @@ def run_native(bundle: Path, dtype: str | None, asked: Request) -> list[Run]:
             latents.append(np.array(progress.latents.astype(mx.float32)))
 
         made = pipeline(
-            prompt, steps=asked.steps, guidance=asked.guidance, width=width, height=height,
-            seed=asked.seed, tokens=asked.tokens, callback=told,
-        )  # fmt: skip
+            prompt,
+            steps=asked.steps,
+            guidance=asked.guidance,
+            width=width,
+            height=height,
+            seed=asked.seed,
+            tokens=asked.tokens,
+            callback=told,
+        )
         runs.append(Run(made.pixels, latents))
     return runs

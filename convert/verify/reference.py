@@ -55,8 +55,10 @@ def load_reference(component: Component, dtype: torch.dtype, *, stream: bool = F
     if not hasattr(cls, "from_pretrained"):
         return Reference(_plain_module(cls, component).to(dtype), label)
     options: dict[str, Any] = {
-        "local_files_only": True, "trust_remote_code": False, "variant": component.variant,
-    }  # fmt: skip
+        "local_files_only": True,
+        "trust_remote_code": False,
+        "variant": component.variant,
+    }
     if hasattr(cls, "from_config"):
         options |= {"torch_dtype": dtype}
         options["use_safetensors"] = component.files[0].suffix == ".safetensors"
@@ -179,9 +181,10 @@ def _streamed(
 def _stream_child(child: nn.Module, path: str, read: Callable[[str], torch.Tensor]) -> None:
     own = [n for n, p in child._parameters.items() if p is not None]
     buffers = [
-        n for n, b in child._buffers.items()
+        n
+        for n, b in child._buffers.items()
         if b is not None and n not in child._non_persistent_buffers_set
-    ]  # fmt: skip
+    ]
     if not own and not buffers:
         return
     empty = {n: child._parameters[n] for n in own} | {n: child._buffers[n] for n in buffers}

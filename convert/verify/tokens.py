@@ -24,6 +24,7 @@ def tokenizer_rows(bundle: Bundle, checkpoint: Checkpoint) -> list[Row]:
             note = str(error)
         what = f"{len(PROMPTS)} prompts"
         sums = Sums(other=float(bool(note)))  # tokens are equal or they are not
-        rows.append(make_row("tokens", name, what, sums, None, "transformers", passed=not note,
-                             note=note))  # fmt: skip
+        rows.append(
+            make_row("tokens", name, what, sums, None, "transformers", passed=not note, note=note)
+        )
     return rows

@@ -69,10 +69,7 @@ class ParityReport:
 
     def as_json(self) -> dict[str, Any]:
         """What `verify --json` prints; numbers that are not finite become null."""
-        rows = [
-            {k: _json_number(v) for k, v in asdict(row).items()}
-            for row in self.tiers
-        ]  # fmt: skip
+        rows = [{k: _json_number(v) for k, v in asdict(row).items()} for row in self.tiers]
         return {
             "passed": self.passed,
             "bundle": self.bundle,
@@ -173,11 +170,18 @@ def verify(
                 "--component, --seed, --dim, --dtype and --threshold apply"
             )
         rows = bundle_rows(
-            made, open_bundle(against), components, seed=seed, dtype=dtype, threshold=threshold,
+            made,
+            open_bundle(against),
+            components,
+            seed=seed,
+            dtype=dtype,
+            threshold=threshold,
             dims=dims or {},
-        )  # fmt: skip
-        notes = [f"both ran in {dtype or 'float32'}, so that they differ by their weights alone "
-                 "(--dtype)"]  # fmt: skip
+        )
+        notes = [
+            f"both ran in {dtype or 'float32'}, so that they differ by their weights alone "
+            "(--dtype)"
+        ]
         judged = threshold is not None
         return ParityReport(str(bundle), str(against), seed, rows, notes=notes, judged=judged)
     model_class = model_class or _recorded_class(made, against)
@@ -291,9 +295,12 @@ def _check(
 
 
 def _wanted(
-    bundle: Bundle, against: str | Path, components: Sequence[str], model_class: str | None,
+    bundle: Bundle,
+    against: str | Path,
+    components: Sequence[str],
+    model_class: str | None,
     whole: bool,
-) -> Asked:  # fmt: skip
+) -> Asked:
     """Of the Hub only what is compared, at the commit that the bundle was made of."""
     manifest, name = bundle.manifest, hub_name(against)
     own = name is not None and shown_name(name) == manifest.get("source") and not name.revision
@@ -451,9 +458,12 @@ def _runnable(
 
 
 def _verify_pipeline(
-    whole: PipelineCase, tier: str, tiers: Sequence[str], report: ParityReport,
+    whole: PipelineCase,
+    tier: str,
+    tiers: Sequence[str],
+    report: ParityReport,
     say: Callable[[str], None],
-) -> None:  # fmt: skip
+) -> None:
     """Rows of whole generations; a note where one cannot be run and `tier` does not need it."""
     from .pictures import image_rows, run_both, trajectory_rows
 
@@ -471,9 +481,11 @@ def _verify_pipeline(
 
 
 def _locate(
-    cases: Sequence[Case], threshold: float | None, report: ParityReport,
+    cases: Sequence[Case],
+    threshold: float | None,
+    report: ParityReport,
     say: Callable[[str], None],
-) -> None:  # fmt: skip
+) -> None:
     """Where the error of a pipeline begins: in a component's forward, else at a step."""
     from .pictures import PIPELINE, trajectory_rows
 

@@ -153,10 +153,15 @@ def ablate(settings: Settings, say: Say = lambda text: None) -> AblationReport:
         differences = [_difference(Path(folder), i, row) for i, row in enumerate(rows)]
     base = figures([run for one in rounds for run in one.defaults])
     measured = [
-        Measured(row, figures([one.rows[i] for one in rounds]), _ratio(rounds, i, "loop"),
-                 _ratio(rounds, i, "cpu"), differences[i])
+        Measured(
+            row,
+            figures([one.rows[i] for one in rounds]),
+            _ratio(rounds, i, "loop"),
+            _ratio(rounds, i, "cpu"),
+            differences[i],
+        )
         for i, row in enumerate(rows)
-    ]  # fmt: skip
+    ]
     return AblationReport(settings, about, base, measured, left_out)
 
 

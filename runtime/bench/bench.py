@@ -53,8 +53,10 @@ class Settings:
             if getattr(self, name) < 1:
                 raise ArgumentError(f"{name} is {getattr(self, name)}: at least 1")
         for name, known in (
-            ("compile", COMPILE_MODES), ("guidance", GUIDANCE), ("against", AGAINST),
-        ):  # fmt: skip
+            ("compile", COMPILE_MODES),
+            ("guidance", GUIDANCE),
+            ("against", AGAINST),
+        ):
             if getattr(self, name) not in known:
                 given = getattr(self, name)
                 raise ArgumentError(f"{name}={given!r}: choose one of {', '.join(known)}")
@@ -66,9 +68,16 @@ class Settings:
     def job(self) -> Job:
         """One repetition of it."""
         return Job(
-            str(self.bundle), self.component, self.steps, self.pixels, self.dims, self.batch,
-            self.dtype, self.compile, self.guidance,
-        )  # fmt: skip
+            str(self.bundle),
+            self.component,
+            self.steps,
+            self.pixels,
+            self.dims,
+            self.batch,
+            self.dtype,
+            self.compile,
+            self.guidance,
+        )
 
 
 @dataclass(frozen=True)
@@ -175,10 +184,15 @@ def machine_line(machine: dict[str, Any]) -> str:
 
 
 _NAMES = {
-    "step": "step_median", "spread": "step_spread", "cpu": "step_cpu_seconds",
-    "compile": "compile_seconds", "first_step": "first_step_seconds", "read": "read_seconds",
-    "prepare": "prepare_seconds", "load": "load_seconds",
-}  # fmt: skip
+    "step": "step_median",
+    "spread": "step_spread",
+    "cpu": "step_cpu_seconds",
+    "compile": "compile_seconds",
+    "first_step": "first_step_seconds",
+    "read": "read_seconds",
+    "prepare": "prepare_seconds",
+    "load": "load_seconds",
+}
 
 
 def named(figures: Figures) -> dict[str, Any]:
@@ -320,9 +334,11 @@ def run_apart(command: Sequence[str], what: str = "") -> dict[str, Any]:
 def _reason(stderr: str, code: int) -> str:
     lines = [line for line in stderr.strip().splitlines() if line.strip()]
     last = lines[-1].removeprefix("error: ") if lines else "it said nothing"
-    where = "" if code == 1 and lines and lines[-1].startswith("error: ") else (
-        f"its process ended with {code}: "
-    )  # fmt: skip
+    where = (
+        ""
+        if code == 1 and lines and lines[-1].startswith("error: ")
+        else (f"its process ended with {code}: ")
+    )
     return f"{where}{last}"
 
 

@@ -105,8 +105,13 @@ def _steps(settings: Settings, clock: Phases) -> tuple[list[float], dict[str, in
 
     with clock.phase("step"):
         schedule = make_schedule(scheduler_of(EULER), settings.steps)
-        denoise(model, latents, schedule, callback=lambda p: ends.append(p.seconds),
-                settings=LoopSettings(check=False))  # fmt: skip
+        denoise(
+            model,
+            latents,
+            schedule,
+            callback=lambda p: ends.append(p.seconds),
+            settings=LoopSettings(check=False),
+        )
     sizes = staged.weight_bytes()
     held = {"prepare": sizes["all"], "loop": sizes["step"]}
     return [b - a for a, b in zip([0.0, *ends], ends)], held
@@ -270,9 +275,14 @@ def _scaled(books: list[dict[str, Spent]], seconds: float) -> list[dict[str, Any
     for name, first in books[0].items():
         share = sum(book[name].seconds for book in books) / total
         rows.append(
-            {"name": name, "seconds": share * seconds, "share": share, "count": first.count,
-             "gflops": first.flops / (share * seconds) / 1e9 if share else 0.0}
-        )  # fmt: skip
+            {
+                "name": name,
+                "seconds": share * seconds,
+                "share": share,
+                "count": first.count,
+                "gflops": first.flops / (share * seconds) / 1e9 if share else 0.0,
+            }
+        )
     return sorted(rows, key=lambda row: -float(row["seconds"]))
 
 
@@ -346,9 +356,15 @@ def _maxima_lines(rows: list[dict[str, Any]]) -> list[str]:
         "largest absolute value in each block, and the node that it comes from:",
         f"{'block':{width}}{'max abs':>10}  at",
         *(f"{row['name']:{width}}{value}  {row['at']}" for row, value in zip(rows, told)),
-        *([f"float16 ends at {HALF_MAX:,.0f}: {len(beyond)} blocks exceed it; use bfloat16 or "
-           "float32"] if beyond else []),
-    ]  # fmt: skip
+        *(
+            [
+                f"float16 ends at {HALF_MAX:,.0f}: {len(beyond)} blocks exceed it; use bfloat16 or "
+                "float32"
+            ]
+            if beyond
+            else []
+        ),
+    ]
 
 
 def _shortened(rows: list[dict[str, Any]], most: int = 20) -> list[dict[str, Any]]:
@@ -359,10 +375,12 @@ def _shortened(rows: list[dict[str, Any]], most: int = 20) -> list[dict[str, Any
     seconds = sum(row["seconds"] for row in rest)
     work = sum(row["gflops"] * row["seconds"] for row in rest)
     other = {
-        "name": f"({len(rest)} others)", "seconds": seconds,
-        "share": sum(row["share"] for row in rest), "count": sum(row["count"] for row in rest),
+        "name": f"({len(rest)} others)",
+        "seconds": seconds,
+        "share": sum(row["share"] for row in rest),
+        "count": sum(row["count"] for row in rest),
         "gflops": work / seconds if seconds else 0.0,
-    }  # fmt: skip
+    }
     return [*rows[: most - 1], other]
 
 

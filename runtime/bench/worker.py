@@ -156,9 +156,13 @@ def example_of(job: Job, component: LoadedComponent) -> Example:
     compute = str(component.dtype).removeprefix("mlx.core.")
     name = component.entries[0] if "forward" not in component.entries else "forward"
     return make_example(
-        component.program, component.config, name, job.sizes(batch),
-        steps=max(job.steps, 2), compute=compute,
-    )  # fmt: skip
+        component.program,
+        component.config,
+        name,
+        job.sizes(batch),
+        steps=max(job.steps, 2),
+        compute=compute,
+    )
 
 
 def _model(job: Job, component: LoadedComponent, example: Example) -> Model:

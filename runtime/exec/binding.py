@@ -209,9 +209,26 @@ def _check_assumptions(entry: Entry, values: Mapping[str, Any]) -> None:
 
 # Ops whose elements are those of their arguments.
 _KEEPS_VALUES = frozenset(
-    {"broadcast", "cast", "concat", "expand_dims", "flip", "index", "repeat", "reshape", "roll",
-     "select", "slice", "squeeze", "stack", "take", "tile", "transpose", "where"}
-)  # fmt: skip
+    {
+        "broadcast",
+        "cast",
+        "concat",
+        "expand_dims",
+        "flip",
+        "index",
+        "repeat",
+        "reshape",
+        "roll",
+        "select",
+        "slice",
+        "squeeze",
+        "stack",
+        "take",
+        "tile",
+        "transpose",
+        "where",
+    }
+)
 
 
 def rows_by_input(program: Program, entry: Entry) -> dict[str, int]:

@@ -326,8 +326,10 @@ class Executor:
         with self._stream_for(args):
             results = self._apply(step, args, prefix)
         if len(step.node.out) != (len(results) if isinstance(results, list) else 1):
-            raise MlxconvError(f"{self.program.class_name}: node {node.op} at {node.module} names "
-                               f"{len(node.out)} results; convert the component again")  # fmt: skip
+            raise MlxconvError(
+                f"{self.program.class_name}: node {node.op} at {node.module} names "
+                f"{len(node.out)} results; convert the component again"
+            )
         observe(node, prefix, args, results)
         if len(node.out) == 1:
             values[node.out[0]] = results if not isinstance(results, list) else results[0]

@@ -45,8 +45,10 @@ def explained(again: Callable[[], Any], dtype: mx.Dtype) -> str:
     where = first_fault(again)
     found = "" if where is None else f", which begins at {where}"
     if dtype == mx.float16:
-        return (f"{found}; float16 ends at {HALF_MAX:,.0f}: run in bfloat16 (--dtype bfloat16, in "
-                'Python dtype="bfloat16")')  # fmt: skip
+        return (
+            f"{found}; float16 ends at {HALF_MAX:,.0f}: run in bfloat16 (--dtype bfloat16, in "
+            'Python dtype="bfloat16")'
+        )
     return f"{found}; `mlxconv verify` compares the bundle with its checkpoint"
 
 

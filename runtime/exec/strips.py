@@ -117,8 +117,10 @@ def _each(op: str, args: Mapping[str, Any], strips: Strips, axis: int | None = N
     """The op on each strip; other values in strips are cut alike. axis: of the rows behind it."""
 
     alike = {key: _aligned(value, strips.bounds) for key, value in args.items()}
-    made = [OPS[op](**{key: _part(value, number) for key, value in alike.items()})
-            for number in range(len(strips.parts))]  # fmt: skip
+    made = [
+        OPS[op](**{key: _part(value, number) for key, value in alike.items()})
+        for number in range(len(strips.parts))
+    ]
     behind = strips.axis if axis is None else axis
     if isinstance(made[0], list):
         return [Strips(tuple(column), behind) for column in zip(*made)]
@@ -314,10 +316,35 @@ def _sum(values: Iterable[mx.array]) -> mx.array:
 
 
 _POINTWISE = (
-    "abs", "add", "cast", "clip", "cos", "div", "elu", "exp", "gelu", "hard_swish", "leaky_relu",
-    "maximum", "minimum", "mul", "neg", "pow", "reciprocal", "relu", "rsqrt", "sigmoid", "silu",
-    "sin", "softplus", "sqrt", "square", "sub", "tanh", "where",
-)  # fmt: skip
+    "abs",
+    "add",
+    "cast",
+    "clip",
+    "cos",
+    "div",
+    "elu",
+    "exp",
+    "gelu",
+    "hard_swish",
+    "leaky_relu",
+    "maximum",
+    "minimum",
+    "mul",
+    "neg",
+    "pow",
+    "reciprocal",
+    "relu",
+    "rsqrt",
+    "sigmoid",
+    "silu",
+    "sin",
+    "softplus",
+    "sqrt",
+    "square",
+    "sub",
+    "tanh",
+    "where",
+)
 RULES: dict[str, Rule] = {
     "broadcast": _broadcast,
     "concat": _concat,
@@ -329,9 +356,21 @@ RULES: dict[str, Rule] = {
     "upsample_nearest": _upsample_nearest,
     **{op: _pointwise(op) for op in _POINTWISE},
     **{op: _over_last(op) for op in ("layer_norm", "linear", "linears", "rms_norm")},
-    **{op: _along(op, ("axis",)) for op in (
-        "chunk", "max", "mean", "min", "repeat", "slice", "softmax", "split", "split_every", "sum",
-        "var",
-    )},
-}  # fmt: skip
+    **{
+        op: _along(op, ("axis",))
+        for op in (
+            "chunk",
+            "max",
+            "mean",
+            "min",
+            "repeat",
+            "slice",
+            "softmax",
+            "split",
+            "split_every",
+            "sum",
+            "var",
+        )
+    },
+}
 RULES["dim"] = lambda args, strips: strips.shape[args["axis"]]

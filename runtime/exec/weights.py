@@ -20,9 +20,11 @@ from ..program.program import CONSTANTS_FILE, Parameter
 WEIGHTS_STEM = "model"
 # What `mx.quantize` has: mode, group size, bits.
 _QUANTIZATIONS = {
-    ("mxfp4", 32, 4), ("mxfp8", 32, 8), ("nvfp4", 16, 4),
+    ("mxfp4", 32, 4),
+    ("mxfp8", 32, 8),
+    ("nvfp4", 16, 4),
     *(("affine", group, bits) for group in (32, 64, 128) for bits in (2, 3, 4, 5, 6, 8)),
-}  # fmt: skip
+}
 _HEADER = 100_000_000  # bytes, the limit of the format
 INDEX_FILE = f"{WEIGHTS_STEM}.safetensors.index.json"
 
@@ -277,8 +279,9 @@ class Weights:
             raise self._misshapen(name, (*rows, width), expected)
         for part in held.arrays()[1:]:
             if tuple(part.shape) != (*rows, width // spec.group_size):
-                raise self._misshapen(f"{name} (its scales)", part.shape,
-                                      (*rows, width // spec.group_size))  # fmt: skip
+                raise self._misshapen(
+                    f"{name} (its scales)", part.shape, (*rows, width // spec.group_size)
+                )
         if (held.biases is None) == (spec.mode == "affine"):
             raise MlxconvError(f"{self.folder}: {name}: biases belong to affine quantization")
 
@@ -346,8 +349,14 @@ def check_whole(file: Path) -> None:
             f"{file}: {error.strerror}; the bundle is incomplete, copy it again"
         ) from error
     except (
-        ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, struct.error,
-    ) as error:  # fmt: skip
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        RecursionError,
+        struct.error,
+    ) as error:
         raise MlxconvError(f"{file}: no safetensors header; copy the bundle again") from error
     expected = 8 + length + max(ends, default=0)
     if size != expected:

@@ -24,8 +24,10 @@ from .pipeline import Pictures, load
 
 PHASES = ("load", "warmup", "encode", "prepare", "first_step", "steps", "preview", "decode")
 _UNITS = {"encode": "prompt", "steps": "step", "decode": "picture"}
-COMPILING = ("MLX is compiling kernels for the CPU, which can take a minute; later runs of this "
-             "program load them")  # fmt: skip
+COMPILING = (
+    "MLX is compiling kernels for the CPU, which can take a minute; later runs of this "
+    "program load them"
+)
 _PAUSE = 10.0  # seconds between lines of a phase
 
 
@@ -92,8 +94,15 @@ class _Bars:
             self._phase = phase
             unit = _UNITS.get(phase, "part")
             # A delay: it draws nothing before `close` knows of it.
-            self._bar = tqdm(desc=phase, total=total, unit=unit, file=sys.stderr, leave=False,
-                             dynamic_ncols=True, delay=1e-9)  # fmt: skip
+            self._bar = tqdm(
+                desc=phase,
+                total=total,
+                unit=unit,
+                file=sys.stderr,
+                leave=False,
+                dynamic_ncols=True,
+                delay=1e-9,
+            )
             self._bar.refresh()
         self._bar.update(done - self._bar.n)
 
@@ -161,9 +170,16 @@ def _watch_kernels(ended: threading.Event, pause: float = 1.0) -> None:
 
 
 def generate(
-    bundle: str, out: str, *, like: Path | None = None, preview: Path | None = None,
-    warmup: bool = False, compile: str = "program", progress: bool = True, **given: Any,
-) -> GenerateReport:  # fmt: skip
+    bundle: str,
+    out: str,
+    *,
+    like: Path | None = None,
+    preview: Path | None = None,
+    warmup: bool = False,
+    compile: str = "program",
+    progress: bool = True,
+    **given: Any,
+) -> GenerateReport:
     """Make pictures and write them; `given` are keywords of `load` and of a pipeline call.
 
     out: a file or a folder, see `Pictures.save`. like: a picture whose record gives what `given`
@@ -191,8 +207,10 @@ def generate(
             seconds["warmup"] = time.perf_counter() - began - seconds["load"]
         made = pipeline.run(plan)
     if record is not None and record.get("bundle_hash") != records[0]["bundle_hash"]:
-        made.notes.append(f"{like}: was made with another bundle, {record.get('bundle')!r:.80}; "
-                          "this picture may differ from it")  # fmt: skip
+        made.notes.append(
+            f"{like}: was made with another bundle, {record.get('bundle')!r:.80}; "
+            "this picture may differ from it"
+        )
     files = made.save(out)
     return GenerateReport(files, made, {**seconds, **made.seconds}, time.perf_counter() - began)
 

@@ -52,8 +52,10 @@ class TinyDecoder:
         own = component.config
         if "decode" not in component.entries:
             raise MlxconvError(f"{component.path}: has no decode; give an autoencoder")
-        channels = {name: c.get("latent_channels") or c.get("z_dim")
-                    for name, c in (("own", own), ("vae", vae.config))}  # fmt: skip
+        channels = {
+            name: c.get("latent_channels") or c.get("z_dim")
+            for name, c in (("own", own), ("vae", vae.config))
+        }
         if channels["own"] != channels["vae"]:
             raise MlxconvError(
                 f"{component.path}: decodes latents of {channels['own']} channels, the pipeline's "

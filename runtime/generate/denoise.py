@@ -105,9 +105,15 @@ _Checked = tuple[int, mx.array, mx.array]  # a step, what the model was given, w
 
 
 def _advance(
-    row: mx.array, latents: mx.array, output: mx.array, state: State,
-    noise: mx.array | None = None, *, form: Form, check: bool,
-) -> tuple[mx.array, State, list[mx.array]]:  # fmt: skip
+    row: mx.array,
+    latents: mx.array,
+    output: mx.array,
+    state: State,
+    noise: mx.array | None = None,
+    *,
+    form: Form,
+    check: bool,
+) -> tuple[mx.array, State, list[mx.array]]:
     """The scheduler's step, and in the same compiled function whether its values are finite."""
     after, state = scheduler_step(row, latents, output, state, noise, form=form)
     return after, state, [is_finite(output, after)] if check else []

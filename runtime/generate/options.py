@@ -31,8 +31,17 @@ DIFFUSERS_NAMES = {
 _INSTEAD = {"size": "give width= and height="}
 _LOOP = LoopSettings()
 # What decides a picture beside the prompts, its size, its steps and its seed.
-_RECORDED = ("guidance", "cfg", "cfg_end", "tokens", "scheduler", "sigmas", "timesteps", "decoder",
-             "conditioning")  # fmt: skip
+_RECORDED = (
+    "guidance",
+    "cfg",
+    "cfg_end",
+    "tokens",
+    "scheduler",
+    "sigmas",
+    "timesteps",
+    "decoder",
+    "conditioning",
+)
 _RANDOM_SEEDS = 2**32  # torch uses 32 bits of a seed
 
 
@@ -114,8 +123,10 @@ def _seed(given: Any) -> int:
 
 def _seed_of_generator(given: Any) -> int:
     if str(given.device) != "cpu":
-        raise ArgumentError(f"the generator is on {given.device}, whose noise is another: make it "
-                           "with torch.Generator('cpu'), or pass seed")  # fmt: skip
+        raise ArgumentError(
+            f"the generator is on {given.device}, whose noise is another: make it "
+            "with torch.Generator('cpu'), or pass seed"
+        )
     seed: int = given.initial_seed()
     fresh = type(given)(device="cpu").manual_seed(seed)
     if not bool((fresh.get_state() == given.get_state()).all()):

@@ -81,9 +81,12 @@ def _facts(request: Request) -> Record:
 
 def _call(given: Record, request: Request) -> Record:
     own: Record = {
-        "prompt": request.prompt, "negative": request.negative, "seed": request.seed,
-        "width": request.width, "height": request.height,
-    }  # fmt: skip
+        "prompt": request.prompt,
+        "negative": request.negative,
+        "seed": request.seed,
+        "width": request.width,
+        "height": request.height,
+    }
     if request.sigmas is None and request.timesteps is None:
         own["steps"] = request.steps
     return {name: value for name, value in {**own, **given}.items() if value is not None}
@@ -98,8 +101,10 @@ def summary(records: Sequence[Record]) -> str:
     (width, height), device = one["size"], one["device"].partition(":")[0]
     many = f"{len(records)} pictures of " if records[1:] else ""
     steps = f"{one['steps']} step{'s' * (one['steps'] > 1)}"
-    return (f"{one['bundle']}: {one['pipeline']}, {precision}, {many}{width}x{height}, {steps}, "
-            f"seed {shown}, {one['scheduler']}, {device}")  # fmt: skip
+    return (
+        f"{one['bundle']}: {one['pipeline']}, {precision}, {many}{width}x{height}, {steps}, "
+        f"seed {shown}, {one['scheduler']}, {device}"
+    )
 
 
 def as_text(record: Record) -> str:
@@ -107,11 +112,16 @@ def as_text(record: Record) -> str:
     negative, (width, height) = record["negative"], record["size"]
     lines = [record["prompt"], *([f"Negative prompt: {negative}"] if negative is not None else [])]
     facts = {
-        "Steps": record["steps"], "Sampler": record["scheduler"], "CFG scale": record["cfg"],
-        "Distilled CFG Scale": record["guidance"], "Seed": record["seed"],
-        "Size": f"{width}x{height}", "Model hash": record["bundle_hash"][:10],
-        "Model": record["bundle"], "Version": f"mlxconv {record['versions'].get('mlxconv', '')}",
-    }  # fmt: skip
+        "Steps": record["steps"],
+        "Sampler": record["scheduler"],
+        "CFG scale": record["cfg"],
+        "Distilled CFG Scale": record["guidance"],
+        "Seed": record["seed"],
+        "Size": f"{width}x{height}",
+        "Model hash": record["bundle_hash"][:10],
+        "Model": record["bundle"],
+        "Version": f"mlxconv {record['versions'].get('mlxconv', '')}",
+    }
     if record["guidance"] in (None, record["cfg"]):
         del facts["Distilled CFG Scale"]
     return "\n".join([*lines, ", ".join(f"{name}: {value}" for name, value in facts.items())])
@@ -205,11 +215,14 @@ def read_record(file: Path) -> Record:
             found = image.info.get(_KEY) or image.getexif().get_ifd(_EXIF).get(_OURS)
         record = json.loads(found) if found else None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise MlxconvError(f"{file}: not a picture that can be read; give one that mlxconv wrote"
-                           ) from error  # fmt: skip
+        raise MlxconvError(
+            f"{file}: not a picture that can be read; give one that mlxconv wrote"
+        ) from error
     if not isinstance(record, dict):
-        raise MlxconvError(f"{file}: does not say how it was made; give one of mlxconv's pictures, "
-                           "as it was written")  # fmt: skip
+        raise MlxconvError(
+            f"{file}: does not say how it was made; give one of mlxconv's pictures, "
+            "as it was written"
+        )
     return record
 
 
@@ -219,12 +232,16 @@ def again(record: Record | None, given: Record) -> Record:
         return {}
     call = record.get("call")
     if not isinstance(call, dict):
-        raise MlxconvError("the picture's record does not hold all that made it (an older mlxconv, "
-                           "or embeddings); pass prompt, seed, steps and size")  # fmt: skip
+        raise MlxconvError(
+            "the picture's record does not hold all that made it (an older mlxconv, "
+            "or embeddings); pass prompt, seed, steps and size"
+        )
     wrong = [name for name, value in call.items() if not isinstance(value, _CALL.get(name, ()))]
     if wrong:
-        raise MlxconvError(f"the picture's record has an unusable {wrong[0]!r:.80}; pass prompt, "
-                           "seed, steps and size instead")  # fmt: skip
+        raise MlxconvError(
+            f"the picture's record has an unusable {wrong[0]!r:.80}; pass prompt, "
+            "seed, steps and size instead"
+        )
     changed = {name for name, value in given.items() if value is not None}
     if changed & _SPACINGS:
         changed |= _SPACINGS

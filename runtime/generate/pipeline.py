@@ -75,9 +75,11 @@ class Pictures:
 
     def __repr__(self) -> str:
         one = self.request
-        return (f"<Pictures: {len(self.requests)} of {one.width}x{one.height}, {one.steps} steps, "
-                f"seed {', '.join(map(str, self.seeds))}, "
-                f"{self.seconds.get('total', 0.0):.1f} s>")  # fmt: skip
+        return (
+            f"<Pictures: {len(self.requests)} of {one.width}x{one.height}, {one.steps} steps, "
+            f"seed {', '.join(map(str, self.seeds))}, "
+            f"{self.seconds.get('total', 0.0):.1f} s>"
+        )
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,14 @@ class Pipeline:
     """A bundle of a whole pipeline. Text encoders are freed after a prompt unless `keep`."""
 
     def __init__(
-        self, bundle: str | Path, *, dtype: str | None = None, vae_dtype: str | None = None,
-        keep: bool = False, compile: str = "program",
-    ) -> None:  # fmt: skip
+        self,
+        bundle: str | Path,
+        *,
+        dtype: str | None = None,
+        vae_dtype: str | None = None,
+        keep: bool = False,
+        compile: str = "program",
+    ) -> None:
         if compile not in COMPILE:
             raise ArgumentError(f"compile={compile!r}: choose one of {', '.join(COMPILE)}")
         opened = open_bundle(bundle)
@@ -175,10 +182,20 @@ class Pipeline:
                 raise ArgumentError("give steps, or sigmas or timesteps: one of the two")
             steps = len(levels)
         request = Request(
-            options.prompts[0], options.width or own.width, options.height or own.height,
-            own.steps if steps is None else steps, pull, options.negative, scale, 0,
-            options.tokens, guided, options.conditioning or {}, options.sigmas, options.timesteps,
-        )  # fmt: skip
+            options.prompts[0],
+            options.width or own.width,
+            options.height or own.height,
+            own.steps if steps is None else steps,
+            pull,
+            options.negative,
+            scale,
+            0,
+            options.tokens,
+            guided,
+            options.conditioning or {},
+            options.sigmas,
+            options.timesteps,
+        )
         _check(request, own, self.family)
         if options.batch < 1:
             raise ArgumentError(f"batch is {options.batch}: at least 1")
@@ -206,8 +223,10 @@ class Pipeline:
         for requests, prompts in zip(plan.by_prompt, encoded, strict=True):
             generators = [Generator(request.seed) for request in requests]
             starts, schedule = self._start(requests, prompts[0], plan.scheduler, generators)
-            batches = [slice(at, at + plan.options.batch)
-                       for at in range(0, len(starts), plan.options.batch)]  # fmt: skip
+            batches = [
+                slice(at, at + plan.options.batch)
+                for at in range(0, len(starts), plan.options.batch)
+            ]
             groups = [mx.concatenate(starts[batch]) for batch in batches]
             with clock.phase("prepare"):
                 models = {
@@ -237,27 +256,51 @@ class Pipeline:
         is none."""
         family, parts, loop = self.family, self.parts, options.loop
         waits, steps = family.embedded(parts), request.steps
-        return [note for note, without in (
-            (f"the negative prompt is not read: guidance is {request.cfg:g}",
-             against and not request.guided),
-            (f"guidance {options.guidance} has no effect: this checkpoint takes none; with a "
-             "negative prompt (--negative) cfg (--cfg) guides it",
-             options.guidance not in (None, 0, 1) and not family.reads_guidance(parts)),
-            (f"cfg {options.cfg} has no effect without a negative prompt (--negative)",
-             waits and options.cfg not in (None, 1) and not against),
-            (f"cfg_end {options.cfg_end} has no effect: no negative prompt is read",
-             options.cfg_end != 1 and not request.guided),
-            (f"tokens {options.tokens} has no effect: embeddings were given",
-             options.tokens is not None and options.embeddings is not None),
-            (f"tokens {options.tokens} has no effect: the text encoders of this pipeline read a "
-             "fixed number", options.tokens is not None and not family.takes_tokens),
-            (f"batch {options.batch}: a prompt has fewer pictures (--count), made in one batch",
-             options.batch > max(map(len, options.seeds()))),
-            (f"evaluate_every {loop.evaluate_every} of {steps} steps: evaluated at the end",
-             loop.evaluate_every > steps),
-            (f"clear_cache_every {loop.clear_cache_every} has no effect in {steps} steps",
-             loop.clear_cache_every > steps),
-        ) if without]  # fmt: skip
+        return [
+            note
+            for note, without in (
+                (
+                    f"the negative prompt is not read: guidance is {request.cfg:g}",
+                    against and not request.guided,
+                ),
+                (
+                    f"guidance {options.guidance} has no effect: this checkpoint takes none; with "
+                    "a negative prompt (--negative) cfg (--cfg) guides it",
+                    options.guidance not in (None, 0, 1) and not family.reads_guidance(parts),
+                ),
+                (
+                    f"cfg {options.cfg} has no effect without a negative prompt (--negative)",
+                    waits and options.cfg not in (None, 1) and not against,
+                ),
+                (
+                    f"cfg_end {options.cfg_end} has no effect: no negative prompt is read",
+                    options.cfg_end != 1 and not request.guided,
+                ),
+                (
+                    f"tokens {options.tokens} has no effect: embeddings were given",
+                    options.tokens is not None and options.embeddings is not None,
+                ),
+                (
+                    f"tokens {options.tokens} has no effect: the text encoders of this pipeline "
+                    "read a fixed number",
+                    options.tokens is not None and not family.takes_tokens,
+                ),
+                (
+                    f"batch {options.batch}: a prompt has fewer pictures (--count), "
+                    "made in one batch",
+                    options.batch > max(map(len, options.seeds())),
+                ),
+                (
+                    f"evaluate_every {loop.evaluate_every} of {steps} steps: evaluated at the end",
+                    loop.evaluate_every > steps,
+                ),
+                (
+                    f"clear_cache_every {loop.clear_cache_every} has no effect in {steps} steps",
+                    loop.clear_cache_every > steps,
+                ),
+            )
+            if without
+        ]
 
     # ---- the phases ----
 
@@ -293,8 +336,13 @@ class Pipeline:
         with clock.phase("encode", parts) as ended:
             for requests in plan.by_prompt:
                 found.append(list[Inputs]())
-                for inputs in embedded(self.family, self.parts, requests[0], options.embeddings,
-                                       options.negative_embeddings):  # fmt: skip
+                for inputs in embedded(
+                    self.family,
+                    self.parts,
+                    requests[0],
+                    options.embeddings,
+                    options.negative_embeddings,
+                ):
                     mx.eval(list(inputs.values()))
                     if options.loop.check:
                         self._check_embeddings(inputs, requests[0])
@@ -310,19 +358,29 @@ class Pipeline:
         check_finite(names, partial(self.family.encode, self.parts, request.prompt, request))
 
     def _start(
-        self, requests: list[Request], prompt: Inputs, scheduler: Scheduler,
+        self,
+        requests: list[Request],
+        prompt: Inputs,
+        scheduler: Scheduler,
         generators: list[Generator],
-    ) -> tuple[list[mx.array], Schedule]:  # fmt: skip
+    ) -> tuple[list[mx.array], Schedule]:
         """The latents (1, ...) that each picture begins with."""
-        noise = [self.family.start(self.parts, request, generator, prompt)
-                 for request, generator in zip(requests, generators, strict=True)]  # fmt: skip
+        noise = [
+            self.family.start(self.parts, request, generator, prompt)
+            for request, generator in zip(requests, generators, strict=True)
+        ]
         schedule = self.family.schedule(scheduler, requests[0], noise[0])
         return [each * schedule.initial_noise for each in noise], schedule
 
     def _prepare(
-        self, prompts: list[Inputs], latents: mx.array, schedule: Schedule, plan: Plan,
-        made: Pictures, count: int,
-    ) -> Guided:  # fmt: skip
+        self,
+        prompts: list[Inputs],
+        latents: mx.array,
+        schedule: Schedule,
+        plan: Plan,
+        made: Pictures,
+        count: int,
+    ) -> Guided:
         """The loop's model, for so many pictures at once; latents (1, ...)."""
         if self._staged is None:
             component = self.parts.component(self.family.denoiser)
@@ -336,14 +394,28 @@ class Pipeline:
         negative = given[1] if len(given) > 1 else None
         times, sizes = family.times(self.parts, schedule), staged.weight_bytes()
         made.weight_bytes = {"prepare": sizes["all"], "loop": sizes["step"]}
-        return Guided(staged, given[0], times, negative, guidance, latents=family.latents,
-                      prediction=family.prediction, batch=count)  # fmt: skip
+        return Guided(
+            staged,
+            given[0],
+            times,
+            negative,
+            guidance,
+            latents=family.latents,
+            prediction=family.prediction,
+            batch=count,
+        )
 
     def _denoise(
-        self, models: Mapping[int, Guided], starts: list[mx.array], schedule: Schedule,
+        self,
+        models: Mapping[int, Guided],
+        starts: list[mx.array],
+        schedule: Schedule,
         noises: list[Noise],
-        callback: Callback | None, clock: Phases, later: list[float], loop: LoopSettings,
-    ) -> list[mx.array]:  # fmt: skip
+        callback: Callback | None,
+        clock: Phases,
+        later: list[float],
+        loop: LoopSettings,
+    ) -> list[mx.array]:
         """The latents (1, ...) at the end of each picture; starts: a batch each, whose size says
         which model is for it; `later`: seconds of each step but the first."""
         last = time.perf_counter()
@@ -407,22 +479,32 @@ class Pipeline:
                 ended()
         size = decoded[0].shape[1:3]
         if size != (request.height, request.width):
-            raise MlxconvError(f"{component.path}: decodes to {size[1]}x{size[0]} where "
-                               f"{request.width}x{request.height} was asked for; give a decoder "
-                               "of the same scale as the VAE")  # fmt: skip
+            raise MlxconvError(
+                f"{component.path}: decodes to {size[1]}x{size[0]} where "
+                f"{request.width}x{request.height} was asked for; give a decoder "
+                "of the same scale as the VAE"
+            )
         if strips is not None and strips.most > 1:
-            made.notes.append(f"decoded in up to {strips.most} strips of rows, without seams, to "
-                              "save memory (--tile)")  # fmt: skip
+            made.notes.append(
+                f"decoded in up to {strips.most} strips of rows, without seams, to "
+                "save memory (--tile)"
+            )
         elif plan.options.tile not in ("auto", "off"):
-            made.notes.append(f"tile {plan.options.tile} has no effect: no part of the decoder "
-                              "needs more memory than that")  # fmt: skip
+            made.notes.append(
+                f"tile {plan.options.tile} has no effect: no part of the decoder "
+                "needs more memory than that"
+            )
         return np.concatenate(decoded)
 
 
 def load(
-    bundle: str | Path, *, dtype: str | None = None, vae_dtype: str | None = None,
-    keep: bool = False, compile: str = "program",
-) -> Pipeline:  # fmt: skip
+    bundle: str | Path,
+    *,
+    dtype: str | None = None,
+    vae_dtype: str | None = None,
+    keep: bool = False,
+    compile: str = "program",
+) -> Pipeline:
     """The pipeline of a bundle: `load("flux-4bit")("a cat").images[0]`.
 
     dtype: precision of the activations, see `load_component`. vae_dtype: of the VAE's; by default
@@ -459,8 +541,10 @@ def _check(request: Request, own: Defaults, family: Family) -> None:
             raise ArgumentError(f"{name} is {getattr(request, name)}: at least 1")
     unknown = [name for name in request.conditioning if name not in family.conditioning]
     if unknown:
-        raise MlxconvError(f"conditioning {', '.join(unknown)}: this pipeline takes "
-                           f"{', '.join(family.conditioning) or 'none'}")  # fmt: skip
+        raise MlxconvError(
+            f"conditioning {', '.join(unknown)}: this pipeline takes "
+            f"{', '.join(family.conditioning) or 'none'}"
+        )
     for name, numbers in request.conditioning.items():
         if len(numbers) != 2:
             raise MlxconvError(f"{name} is {tuple(numbers)}: two numbers, as in diffusers")

@@ -32,9 +32,14 @@ class StripExecutor(Executor):
         self.most = 1  # strips of one convolution, in any run
 
     def _run(
-        self, body: Body, values: dict[str, Any], weight: Lookup, prefix: str,
-        taps: Sequence[str] = (), found: dict[str, list[Any]] | None = None,
-    ) -> tuple[Any, ...]:  # fmt: skip
+        self,
+        body: Body,
+        values: dict[str, Any],
+        weight: Lookup,
+        prefix: str,
+        taps: Sequence[str] = (),
+        found: dict[str, list[Any]] | None = None,
+    ) -> tuple[Any, ...]:
         if taps:
             return super()._run(body, values, weight, prefix, taps, found)
         made: Any = None

@@ -97,9 +97,7 @@ class TextTokenizer:
         options = folder / "tokenizer_config.json"
         self._options: dict[str, Any] = read_json(options) if options.is_file() else {}
 
-    def padded(
-        self, text: str, length: int | None = None, side: str | None = None
-    ) -> Tokens:
+    def padded(self, text: str, length: int | None = None, side: str | None = None) -> Tokens:
         """Exactly `length` tokens (by default the tokenizer's own maximum), special ones too.
 
         side: `left` or `right`, to pad on; by default the tokenizer's own.

@@ -93,9 +93,7 @@ def take_along(x: mx.array, index: mx.array, axis: int) -> mx.array:
     return mx.take_along_axis(x, within(index, x.shape[axis]), axis=axis)
 
 
-def _everywhere(
-    x: mx.array, indices: Sequence[mx.array | None]
-) -> tuple[mx.array | slice, ...]:
+def _everywhere(x: mx.array, indices: Sequence[mx.array | None]) -> tuple[mx.array | slice, ...]:
     pairs = zip(indices, x.shape[: len(indices)], strict=True)
     return tuple(slice(None) if i is None else within(i, size) for i, size in pairs)
 

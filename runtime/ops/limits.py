@@ -19,12 +19,27 @@ _WINDOW = (1, 256)  # elements of a pooling window along one axis: one slice eac
 
 # Arguments that mean the same wherever they occur.
 _EVERYWHERE: dict[str, Range] = {
-    "axis": _AXIS, "axes": _AXIS, "axis1": _AXIS, "axis2": _AXIS, "stride": _COUNT,
-    "padding": _SIZE, "dilation": _COUNT, "output_padding": _SIZE, "groups": _COUNT,
-    "repeats": _SIZE, "chunks": _COUNT, "widths": _ANY, "shifts": _ANY, "kernel": _WINDOW,
-    "rows": _SIZE, "columns": _SIZE, "decimals": (-38, 38), "ddof": _ANY, "offset": _ANY,
+    "axis": _AXIS,
+    "axes": _AXIS,
+    "axis1": _AXIS,
+    "axis2": _AXIS,
+    "stride": _COUNT,
+    "padding": _SIZE,
+    "dilation": _COUNT,
+    "output_padding": _SIZE,
+    "groups": _COUNT,
+    "repeats": _SIZE,
+    "chunks": _COUNT,
+    "widths": _ANY,
+    "shifts": _ANY,
+    "kernel": _WINDOW,
+    "rows": _SIZE,
+    "columns": _SIZE,
+    "decimals": (-38, 38),
+    "ddof": _ANY,
+    "offset": _ANY,
     "k": _ANY,
-}  # fmt: skip
+}
 _OF_OPS: dict[str, dict[str, Range]] = {
     "adaptive_avg_pool": {"sizes": _COUNT},
     "broadcast": {"shape": _FREE},

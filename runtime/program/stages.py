@@ -176,8 +176,10 @@ class _Splitter:
             out = tuple(f"{label}.{inner}" for inner in part.gives)
             inputs = tuple(outer[inner] for inner in part.reads)
             args: dict[str, Arg] = {
-                "block": part.block, "prefix": node.args["prefix"], "inputs": inputs
-            }  # fmt: skip
+                "block": part.block,
+                "prefix": node.args["prefix"],
+                "inputs": inputs,
+            }
             types = {n: t for _, each in pieces.inner.placed for n, t in zip(each.out, each.types)}
             kinds = tuple(types.get(inner, "") for inner in part.gives)
             nodes.append((stage, Node("call", out, args, node.module, kinds)))

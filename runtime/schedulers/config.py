@@ -218,9 +218,10 @@ def _translated(options: dict[str, Any], row: Row, family: str) -> dict[str, Any
     """A flow's options under the names that the new class has for them. What is None in one class
     and a choice in the other takes the other's default."""
     options = {
-        key: value for key, value in options.items()
+        key: value
+        for key, value in options.items()
         if value is not None or None in row.choices.get(key, (None,))
-    }  # fmt: skip
+    }
     if family != "flow":
         return options
     renamed = {

@@ -22,16 +22,28 @@ _SDE = {"algorithm_type": "sde-dpmsolver++"}
 # A name, its class for each kind of model (see `Row.families`), and options of that class. Not
 # `DPM++ 3M SDE`: diffusers' third order of that solver does not converge, nor does ours, its equal.
 _SOLVERS: dict[str, tuple[Mapping[str, str], dict[str, Any]]] = {
-    "Euler": ({
-        "beta": "EulerDiscreteScheduler", "flow": "FlowMatchEulerDiscreteScheduler",
-        "edm": "EDMEulerScheduler",
-    }, {}),
-    "Euler a": ({
-        "beta": "EulerAncestralDiscreteScheduler", "flow": "LTXEulerAncestralRFScheduler",
-    }, {}),
-    "Heun": ({
-        "beta": "HeunDiscreteScheduler", "flow": "FlowMatchHeunDiscreteScheduler",
-    }, {}),
+    "Euler": (
+        {
+            "beta": "EulerDiscreteScheduler",
+            "flow": "FlowMatchEulerDiscreteScheduler",
+            "edm": "EDMEulerScheduler",
+        },
+        {},
+    ),
+    "Euler a": (
+        {
+            "beta": "EulerAncestralDiscreteScheduler",
+            "flow": "LTXEulerAncestralRFScheduler",
+        },
+        {},
+    ),
+    "Heun": (
+        {
+            "beta": "HeunDiscreteScheduler",
+            "flow": "FlowMatchHeunDiscreteScheduler",
+        },
+        {},
+    ),
     "DPM++ 2M": (_DPM, {}),
     "DPM++ 2M SDE": (_DPM, _SDE),
     "DPM++ 3M": (_DPM, {"solver_order": 3}),
@@ -42,7 +54,7 @@ _SOLVERS: dict[str, tuple[Mapping[str, str], dict[str, Any]]] = {
     "LCM": ({"beta": "LCMScheduler", "flow": "FlowMatchLCMScheduler"}, {}),
     "TCD": ({"beta": "TCDScheduler"}, {}),
     "SCM": ({"trig": "SCMScheduler"}, {}),
-}  # fmt: skip
+}
 USUAL_NAMES = tuple(_SOLVERS)
 EVEN = "simple"
 # Spacings of noise levels, each as options of a class; which it is, the last of them says.

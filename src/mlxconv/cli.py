@@ -88,15 +88,23 @@ def _publishing(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(publishing={name: options.pop(name) for name in names}, **options)
 
     for option in (
-        click.option("--base-model", type=types.REPOSITORY,
-                     help="Repository of a local SOURCE, for the card."),
+        click.option(
+            "--base-model",
+            type=types.REPOSITORY,
+            help="Repository of a local SOURCE, for the card.",
+        ),
         click.option("--license-link", type=types.URL, help="URL of the licence text."),
-        click.option("--license-name", metavar="NAME",
-                     help="Name of a licence whose id is `other`."),
-        click.option("--license", "license_id", metavar="ID",
-                     help="For a source whose card states no licence."),
+        click.option(
+            "--license-name", metavar="NAME", help="Name of a licence whose id is `other`."
+        ),
+        click.option(
+            "--license",
+            "license_id",
+            metavar="ID",
+            help="For a source whose card states no licence.",
+        ),
         click.option("--private", is_flag=True, help="Create the repository as a private one."),
-    ):  # fmt: skip
+    ):
         gathered = option(gathered)
     return gathered
 
@@ -122,53 +130,107 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("source")
-@click.option("-o", "--out", type=types.FOLDER,
-              help="Bundle to write. [default: mlx_model, or --upload-repo's name]")  # fmt: skip
-@click.option("--q", "q", default="bf16", show_default=True, type=types.PRECISION,
-              help="fp32, bf16, fp16, 8bit (or int8), 6bit, 5bit, 4bit (or int4), 3bit, 2bit, "
-              "mxfp8, mxfp4, nvfp4, or a policy FILE.toml.")  # fmt: skip
+@click.option(
+    "-o",
+    "--out",
+    type=types.FOLDER,
+    help="Bundle to write. [default: mlx_model, or --upload-repo's name]",
+)
+@click.option(
+    "--q",
+    "q",
+    default="bf16",
+    show_default=True,
+    type=types.PRECISION,
+    help="fp32, bf16, fp16, 8bit (or int8), 6bit, 5bit, 4bit (or int4), 3bit, 2bit, "
+    "mxfp8, mxfp4, nvfp4, or a policy FILE.toml.",
+)
 @click.option("--group-size", type=types.GROUP_SIZE, help="Weights that share a scale.")
-@click.option("--component", "components", multiple=True, metavar="NAME",
-              help="Convert only this one (repeat); the rest is copied.")  # fmt: skip
-@click.option("--text-encoder-q", type=types.PRECISION,
-              help="Precision of text encoders. [default: bf16]")  # fmt: skip
+@click.option(
+    "--component",
+    "components",
+    multiple=True,
+    metavar="NAME",
+    help="Convert only this one (repeat); the rest is copied.",
+)
+@click.option(
+    "--text-encoder-q", type=types.PRECISION, help="Precision of text encoders. [default: bf16]"
+)
 @click.option("--vae-q", type=types.PRECISION, help="Precision of the VAE. [default: bf16]")
-@click.option("--keep", multiple=True, metavar="PATTERN",
-              help="Modules that stay unquantized: an anchored glob (repeat).")  # fmt: skip
-@click.option("--set", "settings", multiple=True, type=types.SETTING,
-              help="Bits of the modules that match (repeat).")  # fmt: skip
-@click.option("--size", "sizes", multiple=True, type=types.SIZE,
-              help="Image size in pixels, for classes that fix it (repeat).")  # fmt: skip
+@click.option(
+    "--keep",
+    multiple=True,
+    metavar="PATTERN",
+    help="Modules that stay unquantized: an anchored glob (repeat).",
+)
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    type=types.SETTING,
+    help="Bits of the modules that match (repeat).",
+)
+@click.option(
+    "--size",
+    "sizes",
+    multiple=True,
+    type=types.SIZE,
+    help="Image size in pixels, for classes that fix it (repeat).",
+)
 @click.option("--recipe", type=types.OLD_FILE, help="Recipe to trace by.")
-@click.option("--class", "model_class", type=types.CLASS,
-              help="Class of a single component, from a package of yours.")  # fmt: skip
-@click.option("--method", default="refit", show_default=True,
-              type=click.Choice(["refit", "rtn", "search"]),
-              help="How quantized values are chosen.")  # fmt: skip
-@click.option("--target-size", type=types.POSITIVE, metavar="GB",
-              help="The most precise --q whose bundle is at most this large.")  # fmt: skip
+@click.option(
+    "--class",
+    "model_class",
+    type=types.CLASS,
+    help="Class of a single component, from a package of yours.",
+)
+@click.option(
+    "--method",
+    default="refit",
+    show_default=True,
+    type=click.Choice(["refit", "rtn", "search"]),
+    help="How quantized values are chosen.",
+)
+@click.option(
+    "--target-size",
+    type=types.POSITIVE,
+    metavar="GB",
+    help="The most precise --q whose bundle is at most this large.",
+)
 @click.option("--variant", help="Weight files to read, such as fp16.")
 @click.option("--revision", help="Branch, tag or commit of a Hub SOURCE. [default: main]")
-@click.option("--verify-checksums", is_flag=True,
-              help="Compare what was downloaded with the Hub's checksums.")  # fmt: skip
-@click.option("--low-disk", is_flag=True,
-              help="Hold one weight file of a Hub SOURCE at a time.")  # fmt: skip
+@click.option(
+    "--verify-checksums", is_flag=True, help="Compare what was downloaded with the Hub's checksums."
+)
+@click.option("--low-disk", is_flag=True, help="Hold one weight file of a Hub SOURCE at a time.")
 @click.option("--weights-only", is_flag=True, help="Do not trace a program.")
-@click.option("--allow-unused", is_flag=True,
-              help="Convert even if the program does not read some tensors.")  # fmt: skip
+@click.option(
+    "--allow-unused", is_flag=True, help="Convert even if the program does not read some tensors."
+)
 @click.option("--force", is_flag=True, help="Replace an existing bundle.")
 @click.option("--dry-run", is_flag=True, help="Decide and report, write nothing.")
 @click.option("--trace", is_flag=True, help="Trace in a dry run too.")
 @click.option("--verify", "verify_after", is_flag=True, help="Verify against SOURCE afterwards.")
-@click.option("--upload-repo", type=types.REPOSITORY,
-              help="Verify, and publish there: the repository is checked first.")  # fmt: skip
+@click.option(
+    "--upload-repo",
+    type=types.REPOSITORY,
+    help="Verify, and publish there: the repository is checked first.",
+)
 @_publishing
 @_common
 def convert(
-    source: str, out: Path | None, q: str, settings: tuple[tuple[str, str], ...], as_json: bool,
-    verbose: bool, debug: bool, verify_after: bool, upload_repo: str | None,
-    publishing: dict[str, Any], **options: Any,
-) -> None:  # fmt: skip
+    source: str,
+    out: Path | None,
+    q: str,
+    settings: tuple[tuple[str, str], ...],
+    as_json: bool,
+    verbose: bool,
+    debug: bool,
+    verify_after: bool,
+    upload_repo: str | None,
+    publishing: dict[str, Any],
+    **options: Any,
+) -> None:
     """Convert SOURCE to an MLX bundle.
 
     SOURCE is a diffusers pipeline folder, one component's folder, or a repository of the Hub:
@@ -214,41 +276,81 @@ def convert(
 
 @cli.command()
 @click.argument("bundle")
-@click.option("--against", metavar="SOURCE|BUNDLE",
-              help="The checkpoint it came from, or another bundle. [default: the recorded source]")
+@click.option(
+    "--against",
+    metavar="SOURCE|BUNDLE",
+    help="The checkpoint it came from, or another bundle. [default: the recorded source]",
+)
 @click.option("--component", "components", multiple=True, metavar="NAME", help="Only this one.")
-@click.option("--tier", default="forward", show_default=True,
-              type=click.Choice(["forward", "block", "trajectory", "image"]),
-              help="What is compared: see the README.")  # fmt: skip
-@click.option("--seed", type=types.SEED, default=0, show_default=True,
-              help="Seed of the example inputs.")  # fmt: skip
-@click.option("--dtype", type=types.FLOAT_TYPE,
-              help="Precision of the run. [default: the bundle's]")  # fmt: skip
+@click.option(
+    "--tier",
+    default="forward",
+    show_default=True,
+    type=click.Choice(["forward", "block", "trajectory", "image"]),
+    help="What is compared: see the README.",
+)
+@click.option(
+    "--seed", type=types.SEED, default=0, show_default=True, help="Seed of the example inputs."
+)
+@click.option(
+    "--dtype", type=types.FLOAT_TYPE, help="Precision of the run. [default: the bundle's]"
+)
 @click.option("--threshold", type=types.POSITIVE, help="Largest rel_l2 that passes.")
 @click.option("--recipe", type=types.OLD_FILE, help="Recipe to use.")
-@click.option("--class", "model_class", type=types.CLASS,
-              help="Class of a single component, from a package of yours.")  # fmt: skip
+@click.option(
+    "--class",
+    "model_class",
+    type=types.CLASS,
+    help="Class of a single component, from a package of yours.",
+)
 @click.option("--stream", is_flag=True, help="Hold one block in memory at a time, on both sides.")
-@click.option("--dim", "dims", multiple=True, type=types.DIM,
-              help="Size to run at, by the recipe's name for it (repeat).")  # fmt: skip
-@click.option("--prompt", "prompts", multiple=True, metavar="PROMPT",
-              help="Prompt for the image tiers (repeat).")  # fmt: skip
+@click.option(
+    "--dim",
+    "dims",
+    multiple=True,
+    type=types.DIM,
+    help="Size to run at, by the recipe's name for it (repeat).",
+)
+@click.option(
+    "--prompt",
+    "prompts",
+    multiple=True,
+    metavar="PROMPT",
+    help="Prompt for the image tiers (repeat).",
+)
 @click.option("--steps", type=types.COUNT, help="Steps of the image tiers. [default: 4]")
-@click.option("--size", type=types.SIZE,
-              help="Image size in pixels. [default: small for forwards, else the "
-              "pipeline's]")  # fmt: skip
-@click.option("--guidance", type=types.SCALE,
-              help="guidance_scale of the image tiers. [default: the pipeline's]")  # fmt: skip
-@click.option("--tokens", type=types.TOKENS,
-              help="max_sequence_length of the image tiers. [default: the pipeline's]")  # fmt: skip
-@click.option("--report", "page", type=types.FILE,
-              metavar="FILE.html",
-              help="Write a page: blocks too, and pictures if SOURCE is a pipeline.")  # fmt: skip
+@click.option(
+    "--size",
+    type=types.SIZE,
+    help="Image size in pixels. [default: small for forwards, else the pipeline's]",
+)
+@click.option(
+    "--guidance",
+    type=types.SCALE,
+    help="guidance_scale of the image tiers. [default: the pipeline's]",
+)
+@click.option(
+    "--tokens",
+    type=types.TOKENS,
+    help="max_sequence_length of the image tiers. [default: the pipeline's]",
+)
+@click.option(
+    "--report",
+    "page",
+    type=types.FILE,
+    metavar="FILE.html",
+    help="Write a page: blocks too, and pictures if SOURCE is a pipeline.",
+)
 @_common
 def verify(
-    bundle: str, against: str | None, dims: tuple[tuple[str, int], ...], as_json: bool,
-    verbose: bool, debug: bool, **options: Any,
-) -> None:  # fmt: skip
+    bundle: str,
+    against: str | None,
+    dims: tuple[tuple[str, int], ...],
+    as_json: bool,
+    verbose: bool,
+    debug: bool,
+    **options: Any,
+) -> None:
     """Compare BUNDLE with the checkpoint it was made from; exit 1 if it differs.
 
     The result is kept in BUNDLE, for `upload`. Two bundles are compared in MLX; only --threshold
@@ -271,15 +373,22 @@ def verify(
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @_common
 def inspect(
-    path: str, revision: str | None, program: str | None, tensors: bool, as_json: bool,
-    verbose: bool, debug: bool,
-) -> None:  # fmt: skip
+    path: str,
+    revision: str | None,
+    program: str | None,
+    tensors: bool,
+    as_json: bool,
+    verbose: bool,
+    debug: bool,
+) -> None:
     """Show what a checkpoint or a bundle holds, here or on the Hub, from its files' headers."""
     from .convert.inspection import inspect as look
 
     if program is not None and (tensors or revision):
-        raise click.UsageError("--program prints a bundle's program: leave --tensors and "
-                               "--revision out (ORG/NAME@REVISION)")  # fmt: skip
+        raise click.UsageError(
+            "--program prints a bundle's program: leave --tensors and "
+            "--revision out (ORG/NAME@REVISION)"
+        )
     if program is not None:
         from .runtime.bundle import program_of
         from .runtime.program.printed import show as pseudo_code
@@ -295,42 +404,70 @@ def inspect(
 def _sized(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options of the commands that run a bundle on example inputs."""
     for option in (
-        click.option("--batch", type=types.COUNT, default=1, show_default=True,
-                     help="Samples at once."),
-        click.option("--dim", "dims", multiple=True, type=types.DIM,
-                     help="Size to run at, by the recipe's name for it (repeat)."),
-        click.option("--size", "pixels", type=types.SIZE,
-                     help="Image size in pixels. [default: 512x512]"),
-        click.option("--dtype", type=types.FLOAT_TYPE,
-                     help="Precision of the run. [default: the bundle's]"),
-        click.option("--compile", default="program", show_default=True,
-                     type=click.Choice(["off", "block", "program"])),
+        click.option(
+            "--batch", type=types.COUNT, default=1, show_default=True, help="Samples at once."
+        ),
+        click.option(
+            "--dim",
+            "dims",
+            multiple=True,
+            type=types.DIM,
+            help="Size to run at, by the recipe's name for it (repeat).",
+        ),
+        click.option(
+            "--size", "pixels", type=types.SIZE, help="Image size in pixels. [default: 512x512]"
+        ),
+        click.option(
+            "--dtype", type=types.FLOAT_TYPE, help="Precision of the run. [default: the bundle's]"
+        ),
+        click.option(
+            "--compile",
+            default="program",
+            show_default=True,
+            type=click.Choice(["off", "block", "program"]),
+        ),
         click.option("--component", metavar="NAME", help="[default: the transformer or UNet]"),
-    ):  # fmt: skip
+    ):
         command = option(command)
     return command
 
 
 @cli.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--steps", type=types.COUNT,
-              help="Timed steps per repetition. [default: 4; --ablate: 10]")  # fmt: skip
-@click.option("--repeat", type=types.COUNT, default=3, show_default=True,
-              help="Repetitions, each a process.")  # fmt: skip
-@click.option("--guidance", default="none", show_default=True,
-              type=click.Choice(["none", "batched", "sequential"]))  # fmt: skip
-@click.option("--against", default="none", show_default=True,
-              type=click.Choice(["none", "diffusers", "diffusers-compiled", "mflux"]),
-              help="Run this too, on the same weights, sizes and precision.")  # fmt: skip
+@click.option(
+    "--steps", type=types.COUNT, help="Timed steps per repetition. [default: 4; --ablate: 10]"
+)
+@click.option(
+    "--repeat", type=types.COUNT, default=3, show_default=True, help="Repetitions, each a process."
+)
+@click.option(
+    "--guidance",
+    default="none",
+    show_default=True,
+    type=click.Choice(["none", "batched", "sequential"]),
+)
+@click.option(
+    "--against",
+    default="none",
+    show_default=True,
+    type=click.Choice(["none", "diffusers", "diffusers-compiled", "mflux"]),
+    help="Run this too, on the same weights, sizes and precision.",
+)
 @click.option("--source", type=types.OLD_FOLDER, help="The checkpoint, for --against.")
 @click.option("--mflux-python", type=types.PROGRAM, help="Python interpreter that has mflux.")
 @click.option("--ablate", is_flag=True, help="Ablation table: one change per row.")
 @_sized
 @_common
 def bench(
-    bundle: Path, steps: int | None, dims: tuple[tuple[str, int], ...], ablate: bool,
-    as_json: bool, verbose: bool, debug: bool, **options: Any,
-) -> None:  # fmt: skip
+    bundle: Path,
+    steps: int | None,
+    dims: tuple[tuple[str, int], ...],
+    ablate: bool,
+    as_json: bool,
+    verbose: bool,
+    debug: bool,
+    **options: Any,
+) -> None:
     """Measure a denoising step of BUNDLE: its time and memory, beside a peer's if asked."""
     from .convert.peers.command import peer_command
     from .runtime.bench.bench import Settings
@@ -355,9 +492,13 @@ def bench(
 @_sized
 @_common
 def profile(
-    bundle: Path, dims: tuple[tuple[str, int], ...], as_json: bool, verbose: bool, debug: bool,
+    bundle: Path,
+    dims: tuple[tuple[str, int], ...],
+    as_json: bool,
+    verbose: bool,
+    debug: bool,
     **options: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Show where a generation's time goes: its phases; inside a step, blocks and ops."""
     from .runtime.bench.bench import Settings
     from .runtime.bench.profiling import profile as run
@@ -369,15 +510,26 @@ def profile(
 @cli.command("add-size")
 @click.argument("bundle")
 @click.option("--component", default="transformer", show_default=True, metavar="NAME")
-@click.option("--size", "sizes", multiple=True, type=types.SIZE,
-              help="Image size in pixels (repeat).")  # fmt: skip
-@click.option("--dim", "dims", multiple=True, type=types.DIM,
-              help="A fixed dim, by the recipe's name for it (repeat).")  # fmt: skip
+@click.option(
+    "--size", "sizes", multiple=True, type=types.SIZE, help="Image size in pixels (repeat)."
+)
+@click.option(
+    "--dim",
+    "dims",
+    multiple=True,
+    type=types.DIM,
+    help="A fixed dim, by the recipe's name for it (repeat).",
+)
 @_common
 def add_size(
-    bundle: str, component: str, sizes: tuple[tuple[int, int], ...],
-    dims: tuple[tuple[str, int], ...], as_json: bool, verbose: bool, debug: bool,
-) -> None:  # fmt: skip
+    bundle: str,
+    component: str,
+    sizes: tuple[tuple[int, int], ...],
+    dims: tuple[tuple[str, int], ...],
+    as_json: bool,
+    verbose: bool,
+    debug: bool,
+) -> None:
     """Add a size to BUNDLE, for classes that fix theirs; the weights stay as they are."""
     if not sizes and not dims:
         raise click.UsageError("give --size WxH or --dim NAME=SIZE")
@@ -400,68 +552,144 @@ def _lines(file: TextIO) -> list[str]:
 @cli.command()
 @click.argument("bundle")
 @click.argument("prompt", required=False)
-@click.option("-o", "--out", required=True, type=types.PICTURE,
-              help="File (.png, .jpg, .webp) or folder to write to. Several pictures are named "
-              "NAME-SEED.png, of several prompts NAME-1-SEED.png; in a folder without "
-              "NAME.")  # fmt: skip
-@click.option("--prompts", type=click.File(encoding="utf-8-sig"), metavar="FILE",
-              help="Prompts, one per line; - reads stdin.")  # fmt: skip
-@click.option("--like", type=types.OLD_FILE,
-              metavar="PICTURE",
-              help="Use the settings stored in a picture; options override them.")  # fmt: skip
+@click.option(
+    "-o",
+    "--out",
+    required=True,
+    type=types.PICTURE,
+    help="File (.png, .jpg, .webp) or folder to write to. Several pictures are named "
+    "NAME-SEED.png, of several prompts NAME-1-SEED.png; in a folder without "
+    "NAME.",
+)
+@click.option(
+    "--prompts",
+    type=click.File(encoding="utf-8-sig"),
+    metavar="FILE",
+    help="Prompts, one per line; - reads stdin.",
+)
+@click.option(
+    "--like",
+    type=types.OLD_FILE,
+    metavar="PICTURE",
+    help="Use the settings stored in a picture; options override them.",
+)
 @click.option("--steps", type=types.COUNT, help="Denoising steps. [default: the pipeline's]")
-@click.option("--guidance", type=types.SCALE,
-              help="The pipeline's guidance_scale. [default: the pipeline's]")  # fmt: skip
+@click.option(
+    "--guidance", type=types.SCALE, help="The pipeline's guidance_scale. [default: the pipeline's]"
+)
 @click.option("--negative", metavar="PROMPT", help="Negative prompt.")
-@click.option("--cfg", type=types.SCALE,
-              help="Scale of true guidance, of FLUX.1 and Qwen-Image. "
-              "[default: 4 with --negative]")  # fmt: skip
-@click.option("--cfg-end", type=types.SHARE,
-              help="Part of the schedule after which the negative prompt is not read. "
-              "[default: 1.0]")  # fmt: skip
+@click.option(
+    "--cfg",
+    type=types.SCALE,
+    help="Scale of true guidance, of FLUX.1 and Qwen-Image. [default: 4 with --negative]",
+)
+@click.option(
+    "--cfg-end",
+    type=types.SHARE,
+    help="Part of the schedule after which the negative prompt is not read. [default: 1.0]",
+)
 @click.option("--size", type=types.SIZE, help="Image size in pixels. [default: the checkpoint's]")
-@click.option("--seed", "seeds", type=types.SEED, multiple=True,
-              help="Seed of the noise (repeat for more pictures). [default: random]")  # fmt: skip
-@click.option("--batch", type=types.COUNT, default=1, show_default=True,
-              help="Pictures of a prompt to compute at once.")  # fmt: skip
-@click.option("--count", type=types.COUNT, default=1, show_default=True,
-              help="Pictures per prompt, with seeds counting up from --seed.")  # fmt: skip
-@click.option("--tokens", type=types.TOKENS,
-              help="Tokens that the longest text encoder reads. "
-              "[default: the pipeline's]")  # fmt: skip
-@click.option("--scheduler", type=types.SCHEDULER,
-              help="Instead of the checkpoint's: a class, or a name such as 'DPM++ 2M Karras'; "
-              "NAME:option=value,... sets options.")  # fmt: skip
+@click.option(
+    "--seed",
+    "seeds",
+    type=types.SEED,
+    multiple=True,
+    help="Seed of the noise (repeat for more pictures). [default: random]",
+)
+@click.option(
+    "--batch",
+    type=types.COUNT,
+    default=1,
+    show_default=True,
+    help="Pictures of a prompt to compute at once.",
+)
+@click.option(
+    "--count",
+    type=types.COUNT,
+    default=1,
+    show_default=True,
+    help="Pictures per prompt, with seeds counting up from --seed.",
+)
+@click.option(
+    "--tokens",
+    type=types.TOKENS,
+    help="Tokens that the longest text encoder reads. [default: the pipeline's]",
+)
+@click.option(
+    "--scheduler",
+    type=types.SCHEDULER,
+    help="Instead of the checkpoint's: a class, or a name such as 'DPM++ 2M Karras'; "
+    "NAME:option=value,... sets options.",
+)
 @click.option("--sigmas", type=types.NUMBERS, help="A schedule of your own: falling noise levels.")
 @click.option("--timesteps", type=types.NUMBERS, help="The same, as timesteps.")
-@click.option("--decoder", type=types.DECODER,
-              help="A tiny autoencoder instead of the VAE: the bundle's tiny_vae, or a converted "
-              "one.")  # fmt: skip
-@click.option("--tile", default="auto", show_default=True, type=types.TILE,
-              help="Decode large pictures in strips of rows, of so many MB at once.")  # fmt: skip
-@click.option("--preview", type=types.PICTURE_FILE,
-              help="Write the picture that each step predicts.")  # fmt: skip
+@click.option(
+    "--decoder",
+    type=types.DECODER,
+    help="A tiny autoencoder instead of the VAE: the bundle's tiny_vae, or a converted one.",
+)
+@click.option(
+    "--tile",
+    default="auto",
+    show_default=True,
+    type=types.TILE,
+    help="Decode large pictures in strips of rows, of so many MB at once.",
+)
+@click.option(
+    "--preview", type=types.PICTURE_FILE, help="Write the picture that each step predicts."
+)
 @click.option("--warmup", is_flag=True, help="Make a picture of one step before, untimed.")
-@click.option("--compile", default="program", show_default=True,
-              type=click.Choice(["off", "block", "program", "all"]),
-              help="Compile the denoiser's step as a whole, by blocks, or not; all: also the text "
-              "encoders and the VAE.")  # fmt: skip
-@click.option("--evaluate-every", type=types.FROM_ZERO, default=1, show_default=True,
-              metavar="STEPS", help="Steps between evaluations; 0: once, at the end.")  # fmt: skip
-@click.option("--clear-cache-every", type=types.FROM_ZERO, default=0, show_default=True,
-              metavar="STEPS",
-              help="Steps between returns of cached buffers to the system; 0: never.")  # fmt: skip
-@click.option("--check/--no-check", default=True, show_default=True,
-              help="Fail at the first step that gives NaN or infinity.")  # fmt: skip
-@click.option("--dtype", type=types.FLOAT_TYPE,
-              help="Precision of the run. [default: the bundle's]")  # fmt: skip
-@click.option("--vae-dtype", type=types.FLOAT_TYPE,
-              help="Precision of the decoder. [default: float32 instead of bfloat16]")  # fmt: skip
+@click.option(
+    "--compile",
+    default="program",
+    show_default=True,
+    type=click.Choice(["off", "block", "program", "all"]),
+    help="Compile the denoiser's step as a whole, by blocks, or not; all: also the text "
+    "encoders and the VAE.",
+)
+@click.option(
+    "--evaluate-every",
+    type=types.FROM_ZERO,
+    default=1,
+    show_default=True,
+    metavar="STEPS",
+    help="Steps between evaluations; 0: once, at the end.",
+)
+@click.option(
+    "--clear-cache-every",
+    type=types.FROM_ZERO,
+    default=0,
+    show_default=True,
+    metavar="STEPS",
+    help="Steps between returns of cached buffers to the system; 0: never.",
+)
+@click.option(
+    "--check/--no-check",
+    default=True,
+    show_default=True,
+    help="Fail at the first step that gives NaN or infinity.",
+)
+@click.option(
+    "--dtype", type=types.FLOAT_TYPE, help="Precision of the run. [default: the bundle's]"
+)
+@click.option(
+    "--vae-dtype",
+    type=types.FLOAT_TYPE,
+    help="Precision of the decoder. [default: float32 instead of bfloat16]",
+)
 @_common
 def generate(
-    bundle: str, prompt: str | None, prompts: TextIO | None, out: str, seeds: tuple[int, ...],
-    size: tuple[int, int] | None, as_json: bool, verbose: bool, debug: bool, **options: Any,
-) -> None:  # fmt: skip
+    bundle: str,
+    prompt: str | None,
+    prompts: TextIO | None,
+    out: str,
+    seeds: tuple[int, ...],
+    size: tuple[int, int] | None,
+    as_json: bool,
+    verbose: bool,
+    debug: bool,
+    **options: Any,
+) -> None:
     """Make a picture of PROMPT with BUNDLE.
 
     The noise of a seed is PyTorch's own. The path of each picture is printed on stdout, and each
@@ -495,17 +723,28 @@ def generate(
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("repo", type=types.REPOSITORY)
 @click.option("--revision", metavar="BRANCH", help="Branch to upload to. [default: main]")
-@click.option("--picture", type=types.OLD_FILE,
-              metavar="PNG", help="A picture made with BUNDLE, for its card.")  # fmt: skip
+@click.option(
+    "--picture",
+    type=types.OLD_FILE,
+    metavar="PNG",
+    help="A picture made with BUNDLE, for its card.",
+)
 @click.option("--against", metavar="SOURCE", help="Verify against it first, for the card.")
-@click.option("--dry-run", is_flag=True,
-              help="Write the card, list the files, send nothing; works offline.")  # fmt: skip
+@click.option(
+    "--dry-run", is_flag=True, help="Write the card, list the files, send nothing; works offline."
+)
 @_publishing
 @_common
 def upload(
-    bundle: Path, repo: str, dry_run: bool, publishing: dict[str, Any], as_json: bool,
-    verbose: bool, debug: bool, **options: Any,
-) -> None:  # fmt: skip
+    bundle: Path,
+    repo: str,
+    dry_run: bool,
+    publishing: dict[str, Any],
+    as_json: bool,
+    verbose: bool,
+    debug: bool,
+    **options: Any,
+) -> None:
     """Publish BUNDLE as REPO on the Hub, with a card; done when every checksum there agrees."""
     _exact()
     from .convert.publish.publish import publish
@@ -522,17 +761,26 @@ def recipe() -> None:
 
 @recipe.command("new")
 @click.argument("class_name", metavar="CLASS")
-@click.option("--config", type=types.OLD_PATH, metavar="FILE",
-              help="config.json to derive it at. [default: the constructor's]")  # fmt: skip
-@click.option("-o", "--out", type=types.FILE,
-              help="Write it here. [default: print it]")  # fmt: skip
+@click.option(
+    "--config",
+    type=types.OLD_PATH,
+    metavar="FILE",
+    help="config.json to derive it at. [default: the constructor's]",
+)
+@click.option("-o", "--out", type=types.FILE, help="Write it here. [default: print it]")
 @click.option("--derive", is_flag=True, help="Derive one even if mlxconv ships one.")
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 @_common
 def recipe_new(
-    class_name: str, config: Path | None, out: Path | None, derive: bool, force: bool,
-    as_json: bool, verbose: bool, debug: bool,
-) -> None:  # fmt: skip
+    class_name: str,
+    config: Path | None,
+    out: Path | None,
+    derive: bool,
+    force: bool,
+    as_json: bool,
+    verbose: bool,
+    debug: bool,
+) -> None:
     """Print the recipe that mlxconv ships for CLASS, or derive one.
 
     CLASS is a class of diffusers or transformers, or package.module:Class.
@@ -563,9 +811,7 @@ def recipe_new(
 @click.argument("name", required=False)
 @click.option("--markdown", is_flag=True, help="Print docs/MODELS.md.")
 @_common
-def models(
-    name: str | None, markdown: bool, as_json: bool, verbose: bool, debug: bool
-) -> None:  # fmt: skip
+def models(name: str | None, markdown: bool, as_json: bool, verbose: bool, debug: bool) -> None:
     """List every supported class, its recipe, and the parity measured in this version.
 
     NAME selects classes and pipelines by a part of their name; a single one is shown in full.
@@ -583,8 +829,13 @@ def models(
 
 @cli.command()
 @click.option("-o", "--out", type=types.FOLDER, help="Keep the bundles here.")
-@click.option("--prompts", type=types.UP_TO_200, default=24, show_default=True,
-              help="Prompts that the pictures are counted on.")  # fmt: skip
+@click.option(
+    "--prompts",
+    type=types.UP_TO_200,
+    default=24,
+    show_default=True,
+    help="Prompts that the pictures are counted on.",
+)
 @_common
 def demo(out: Path | None, prompts: int, as_json: bool, verbose: bool, debug: bool) -> None:
     """Convert, verify, generate and compare with a tiny trained FLUX.1, offline."""

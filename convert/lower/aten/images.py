@@ -18,7 +18,7 @@ from .builder import (
     shape_of,
     size_of,
     times,
-)  # fmt: skip
+)
 
 
 def _nearest(exact: bool) -> Lowering:
@@ -88,9 +88,15 @@ def _extended(b: Builder, x: Arg, more: tuple[Arg, ...], value: float) -> Ref:
 
 def _avg_pool(axes: int) -> Lowering:
     def row(
-        b: Builder, x: Arg, kernel: Arg, stride: Arg = (), padding: Arg = 0,
-        ceil_mode: bool = False, count_include_pad: bool = True, divisor: Arg = None,
-    ) -> Arg:  # fmt: skip
+        b: Builder,
+        x: Arg,
+        kernel: Arg,
+        stride: Arg = (),
+        padding: Arg = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor: Arg = None,
+    ) -> Arg:
         settings = _pooling(b, axes, kernel, stride, padding)
         if divisor is not None:
             raise MlxconvError("pooling with divisor_override is not supported")
@@ -110,9 +116,14 @@ def _avg_pool(axes: int) -> Lowering:
 
 def _max_pool(axes: int) -> Lowering:
     def row(
-        b: Builder, x: Arg, kernel: Arg, stride: Arg = (), padding: Arg = 0, dilation: Arg = 1,
+        b: Builder,
+        x: Arg,
+        kernel: Arg,
+        stride: Arg = (),
+        padding: Arg = 0,
+        dilation: Arg = 1,
         ceil_mode: bool = False,
-    ) -> Arg:  # fmt: skip
+    ) -> Arg:
         if set(int_per_axis(dilation, axes)) != {1}:
             raise MlxconvError("pooling with dilation is not supported")
         settings = _pooling(b, axes, kernel, stride, padding)

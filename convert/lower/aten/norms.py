@@ -23,9 +23,14 @@ def _flat_norm(b: Builder, op: str, x: Arg, shape: Arg, affine: dict[str, Arg], 
 
 @lowers("layer_norm")
 def _layer_norm(
-    b: Builder, x: Arg, shape: Arg, weight: Arg = None, bias: Arg = None, eps: Arg = 1e-5,
+    b: Builder,
+    x: Arg,
+    shape: Arg,
+    weight: Arg = None,
+    bias: Arg = None,
+    eps: Arg = 1e-5,
     cudnn: bool = True,
-) -> Arg:  # fmt: skip
+) -> Arg:
     return _flat_norm(b, "layer_norm", x, shape, {"weight": weight, "bias": bias}, eps)
 
 
@@ -38,17 +43,30 @@ def _rms_norm(b: Builder, x: Arg, shape: Arg, weight: Arg = None, eps: Arg = Non
 
 @lowers("group_norm")
 def _group_norm(
-    b: Builder, x: Arg, groups: int, weight: Arg = None, bias: Arg = None, eps: Arg = 1e-5,
+    b: Builder,
+    x: Arg,
+    groups: int,
+    weight: Arg = None,
+    bias: Arg = None,
+    eps: Arg = 1e-5,
     cudnn: bool = True,
-) -> Arg:  # fmt: skip
+) -> Arg:
     return b.emit("group_norm", x=x, groups=groups, weight=weight, bias=bias, eps=eps)
 
 
 @lowers("instance_norm")
 def _instance_norm(
-    b: Builder, x: Arg, weight: Arg, bias: Arg, mean: Arg, var: Arg, use_input_stats: bool,
-    momentum: float, eps: float, cudnn: bool,
-) -> Arg:  # fmt: skip
+    b: Builder,
+    x: Arg,
+    weight: Arg,
+    bias: Arg,
+    mean: Arg,
+    var: Arg,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn: bool,
+) -> Arg:
     if not use_input_stats:
         return _per_channel_norm(b, x, weight, bias, mean, var, eps)
     groups = b.value(x).shape[1]

@@ -80,8 +80,16 @@ def _convolve(
     if not (isinstance(weight, Weight) and b.kinds.get(weight.name) == "conv"):
         weight = b.emit("transpose", x=weight, axes=(0, *range(2, axes + 2), 1))
     stride, padding, dilation = (per_axis(v, axes) for v in (stride, padding, dilation))
-    y = b.emit("conv", x=x, weight=weight, bias=bias, stride=stride, padding=padding,
-               dilation=dilation, groups=groups)  # fmt: skip
+    y = b.emit(
+        "conv",
+        x=x,
+        weight=weight,
+        bias=bias,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+    )
     return y if batched else b.emit("squeeze", x=y, axes=(0,))
 
 
@@ -134,7 +142,15 @@ def _conv_transpose(
     if not (isinstance(weight, Weight) and b.kinds.get(weight.name) == "conv_transpose"):
         weight = b.emit("transpose", x=weight, axes=(1, *range(2, axes + 2), 0))
     settings = [per_axis(v, axes) for v in (stride, padding, output_padding, dilation)]
-    y = b.emit("conv_transpose", x=x, weight=weight, bias=bias, stride=settings[0],
-               padding=settings[1], output_padding=settings[2], groups=groups,
-               dilation=settings[3])  # fmt: skip
+    y = b.emit(
+        "conv_transpose",
+        x=x,
+        weight=weight,
+        bias=bias,
+        stride=settings[0],
+        padding=settings[1],
+        output_padding=settings[2],
+        groups=groups,
+        dilation=settings[3],
+    )
     return y if batched else b.emit("squeeze", x=y, axes=(0,))

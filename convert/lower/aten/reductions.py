@@ -76,9 +76,14 @@ def _of_variance(root: bool, mean: bool) -> Lowering:
     """var, std, var_mean, std_mean, in the overloads `correction`, `dim` and `default`."""
 
     def row(
-        b: Builder, x: Arg, dim: Arg = None, unbiased: Arg = None, keepdim: Arg = False, *,
+        b: Builder,
+        x: Arg,
+        dim: Arg = None,
+        unbiased: Arg = None,
+        keepdim: Arg = False,
+        *,
         correction: Arg = 1,
-    ) -> Arg:  # fmt: skip
+    ) -> Arg:
         if isinstance(dim, bool):  # var.default(x, unbiased)
             dim, unbiased = None, dim
         if isinstance(unbiased, bool):
@@ -147,7 +152,12 @@ def _bucketize(
 
 @lowers("searchsorted")
 def _searchsorted(
-    b: Builder, borders: Arg, x: Arg, *, out_int32: bool = False, right: bool = False,
+    b: Builder,
+    borders: Arg,
+    x: Arg,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
     side: Arg = None,
-) -> Arg:  # fmt: skip
+) -> Arg:
     return _rank_among(b, borders, x, right or side == "right")

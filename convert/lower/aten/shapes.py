@@ -171,9 +171,12 @@ def _at_least(b: Builder, x: Arg, rank: int) -> Arg:
 
 @lowers("pad_sequence")
 def _pad_sequence(
-    b: Builder, xs: Sequence[Arg], batch_first: bool = False, value: float = 0.0,
+    b: Builder,
+    xs: Sequence[Arg],
+    batch_first: bool = False,
+    value: float = 0.0,
     side: str = "right",
-) -> Arg:  # fmt: skip
+) -> Arg:
     sizes = [size_of(b, x, 0) for x in xs]
     longest = sizes[0]
     for size in sizes[1:]:

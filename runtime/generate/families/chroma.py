@@ -31,8 +31,17 @@ def _inputs(parts: Parts, request: Request, prompt: Inputs) -> Inputs:
 
 
 CHROMA = Family(
-    "transformer", ("text_encoder",),
-    {"encoder_hidden_states": (1, "tokens", "joint_attention_dim"),
-     "attention_mask": (1, "tokens")},
-    _defaults, _encode, start, _inputs, flow_schedule, flow_times, decode,
-)  # fmt: skip
+    "transformer",
+    ("text_encoder",),
+    {
+        "encoder_hidden_states": (1, "tokens", "joint_attention_dim"),
+        "attention_mask": (1, "tokens"),
+    },
+    _defaults,
+    _encode,
+    start,
+    _inputs,
+    flow_schedule,
+    flow_times,
+    decode,
+)

@@ -40,9 +40,12 @@ def _class(parts: Parts, prompt: str) -> int:
     near = difflib.get_close_matches(prompt, labels, n=5)
     raise MlxconvError(
         f"{prompt!r} is no class of {parts.bundle.path}: give a number from 0 to {count - 1}"
-        + (f", or a label of its model_index.json: {', '.join(near or list(labels)[:5])}, ..."
-           if labels else "; its model_index.json has no labels (id2label)")
-    )  # fmt: skip
+        + (
+            f", or a label of its model_index.json: {', '.join(near or list(labels)[:5])}, ..."
+            if labels
+            else "; its model_index.json has no labels (id2label)"
+        )
+    )
 
 
 def _start(parts: Parts, request: Request, generator: Generator, prompt: Inputs) -> mx.array:
@@ -51,6 +54,16 @@ def _start(parts: Parts, request: Request, generator: Generator, prompt: Inputs)
 
 
 DIT = Family(
-    "transformer", (), {"class_labels": (1,)}, _defaults, _encode, _start, as_encoded, own_schedule,
-    own_times, plain_decode, prediction=mean_of, takes_tokens=False,
-)  # fmt: skip
+    "transformer",
+    (),
+    {"class_labels": (1,)},
+    _defaults,
+    _encode,
+    _start,
+    as_encoded,
+    own_schedule,
+    own_times,
+    plain_decode,
+    prediction=mean_of,
+    takes_tokens=False,
+)

@@ -59,9 +59,12 @@ class Parts:
     """A bundle's components, tokenizers and scheduler, each opened when it is asked for."""
 
     def __init__(
-        self, bundle: Bundle, dtype: str | None = None, vae_dtype: str | None = None,
+        self,
+        bundle: Bundle,
+        dtype: str | None = None,
+        vae_dtype: str | None = None,
         compile: str = "off",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.bundle, self.dtype, self.vae_dtype = bundle, dtype, vae_dtype
         self.compile = compile  # of whatever is called through here: text encoders and the VAE
         self.notes: list[str] = []  # what a user should know of the last prompt
@@ -114,9 +117,15 @@ class Parts:
         return read_json(self.bundle.path / "model_index.json")
 
     def tokens(
-        self, name: str, text: str, length: int | None = None, *,
-        pad: bool = True, special: bool = True, side: str | None = None,
-    ) -> Tokens:  # fmt: skip
+        self,
+        name: str,
+        text: str,
+        length: int | None = None,
+        *,
+        pad: bool = True,
+        special: bool = True,
+        side: str | None = None,
+    ) -> Tokens:
         """A prompt by a tokenizer, at most or padded to `length`; what did not fit is noted.
 
         side: to pad on, by default the tokenizer's own.

@@ -66,8 +66,18 @@ def decode(parts: Parts, latents: mx.array, request: Request) -> mx.array:
 
 
 FLUX = Family(
-    "transformer", ("text_encoder", "text_encoder_2"),
-    {"encoder_hidden_states": (1, "tokens", "joint_attention_dim"),
-     "pooled_projections": (1, "pooled_projection_dim")},
-    _defaults, _encode, start, _inputs, flow_schedule, flow_times, decode, embedded=always,
-)  # fmt: skip
+    "transformer",
+    ("text_encoder", "text_encoder_2"),
+    {
+        "encoder_hidden_states": (1, "tokens", "joint_attention_dim"),
+        "pooled_projections": (1, "pooled_projection_dim"),
+    },
+    _defaults,
+    _encode,
+    start,
+    _inputs,
+    flow_schedule,
+    flow_times,
+    decode,
+    embedded=always,
+)

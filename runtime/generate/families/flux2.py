@@ -96,11 +96,18 @@ def _decode(parts: Parts, latents: mx.array, request: Request) -> mx.array:
 
 def _family(template: str, layers: tuple[int, ...], embedded: bool) -> Family:
     return Family(
-        "transformer", ("text_encoder",),
+        "transformer",
+        ("text_encoder",),
         {"encoder_hidden_states": (1, "tokens", "joint_attention_dim")},
-        _defaults, partial(_encode, template, layers), _start, _inputs, _schedule, flow_times,
-        _decode, embedded=lambda parts: embedded or _distilled(parts),
-    )  # fmt: skip
+        _defaults,
+        partial(_encode, template, layers),
+        _start,
+        _inputs,
+        _schedule,
+        flow_times,
+        _decode,
+        embedded=lambda parts: embedded or _distilled(parts),
+    )
 
 
 FLUX2 = _family(_MISTRAL, (10, 20, 30), embedded=True)

@@ -23,9 +23,18 @@ def _encode(parts: Parts, prompt: str, request: Request) -> Inputs:
 
 
 PIXART_SIGMA = Family(
-    "transformer", ("text_encoder",),
-    {"encoder_hidden_states": (1, "tokens", "caption_channels"),
-     "encoder_attention_mask": (1, "tokens")},
-    _defaults, _encode, plain_start, as_encoded, own_schedule, own_times, plain_decode,
+    "transformer",
+    ("text_encoder",),
+    {
+        "encoder_hidden_states": (1, "tokens", "caption_channels"),
+        "encoder_attention_mask": (1, "tokens"),
+    },
+    _defaults,
+    _encode,
+    plain_start,
+    as_encoded,
+    own_schedule,
+    own_times,
+    plain_decode,
     prediction=mean_of,
-)  # fmt: skip
+)

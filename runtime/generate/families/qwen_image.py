@@ -55,8 +55,16 @@ def _decode(parts: Parts, latents: mx.array, request: Request) -> mx.array:
 
 
 QWEN_IMAGE = Family(
-    "transformer", ("text_encoder",),
+    "transformer",
+    ("text_encoder",),
     {"encoder_hidden_states": (1, "tokens", "joint_attention_dim")},
-    _defaults, _encode, _start, _inputs, flow_schedule, flow_times, _decode, embedded=always,
+    _defaults,
+    _encode,
+    _start,
+    _inputs,
+    flow_schedule,
+    flow_times,
+    _decode,
+    embedded=always,
     guidance=Guidance(rescale="norm"),
-)  # fmt: skip
+)

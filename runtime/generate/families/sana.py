@@ -13,24 +13,27 @@ from .images import mean_of, own_schedule, pixels, scaled
 
 _TOKENS = 300
 _SCALE = 32
-_INSTRUCTION = "\n".join((
-    "Given a user prompt, generate an 'Enhanced prompt' that provides detailed visual descriptions "
-    "suitable for image generation. Evaluate the level of detail in the user prompt:",
-    "- If the prompt is simple, focus on adding specifics about colors, shapes, sizes, textures, "
-    "and spatial relationships to create vivid and concrete scenes.",
-    "- If the prompt is already detailed, refine and enhance the existing details slightly without "
-    "overcomplicating.",
-    "Here are examples of how to transform or refine prompts:",
-    "- User Prompt: A cat sleeping -> Enhanced: A small, fluffy white cat curled up in a round "
-    "shape, sleeping peacefully on a warm sunny windowsill, surrounded by pots of blooming red "
-    "flowers.",
-    "- User Prompt: A busy city street -> Enhanced: A bustling city street scene at dusk, "
-    "featuring glowing street lamps, a diverse crowd of people in colorful clothing, and a "
-    "double-decker bus passing by towering glass skyscrapers.",
-    "Please generate only the enhanced description for the prompt below and avoid including any "
-    "additional commentary or evaluations:",
-    "User Prompt: ",
-))  # fmt: skip
+_INSTRUCTION = "\n".join(
+    (
+        "Given a user prompt, generate an 'Enhanced prompt' that provides detailed visual "
+        "descriptions suitable for image generation. Evaluate the level of detail in "
+        "the user prompt:",
+        "- If the prompt is simple, focus on adding specifics about colors, shapes, sizes, "
+        "textures, and spatial relationships to create vivid and concrete scenes.",
+        "- If the prompt is already detailed, refine and enhance the existing details slightly "
+        "without overcomplicating.",
+        "Here are examples of how to transform or refine prompts:",
+        "- User Prompt: A cat sleeping -> Enhanced: A small, fluffy white cat curled up in a "
+        "round shape, sleeping peacefully on a warm sunny windowsill, surrounded by pots of "
+        "blooming red flowers.",
+        "- User Prompt: A busy city street -> Enhanced: A bustling city street scene at dusk, "
+        "featuring glowing street lamps, a diverse crowd of people in colorful clothing, and a "
+        "double-decker bus passing by towering glass skyscrapers.",
+        "Please generate only the enhanced description for the prompt below and avoid including "
+        "any additional commentary or evaluations:",
+        "User Prompt: ",
+    )
+)
 
 
 def _defaults(parts: Parts) -> Defaults:
@@ -77,9 +80,19 @@ def _decode(parts: Parts, latents: mx.array, request: Request) -> mx.array:
 
 
 SANA = Family(
-    "transformer", ("text_encoder",),
-    {"encoder_hidden_states": (1, "tokens", "caption_channels"),
-     "encoder_attention_mask": (1, "tokens")},
-    _defaults, _encode, _start, as_encoded, own_schedule, _times, _decode, negative=_negative,
+    "transformer",
+    ("text_encoder",),
+    {
+        "encoder_hidden_states": (1, "tokens", "caption_channels"),
+        "encoder_attention_mask": (1, "tokens"),
+    },
+    _defaults,
+    _encode,
+    _start,
+    as_encoded,
+    own_schedule,
+    _times,
+    _decode,
+    negative=_negative,
     prediction=mean_of,
-)  # fmt: skip
+)

@@ -72,8 +72,17 @@ def unet_times(parts: Parts, schedule: Schedule) -> Inputs:
 
 
 STABLE_DIFFUSION = Family(
-    "unet", ("text_encoder",), {"encoder_hidden_states": (1, "tokens", "cross_attention_dim")},
-    lambda parts: unet_defaults(parts, 64, 7.5), _encode, _start, unet_inputs, _schedule,
-    unet_times, plain_decode, embedded=distilled, latents=lambda x: {"sample": x},
+    "unet",
+    ("text_encoder",),
+    {"encoder_hidden_states": (1, "tokens", "cross_attention_dim")},
+    lambda parts: unet_defaults(parts, 64, 7.5),
+    _encode,
+    _start,
+    unet_inputs,
+    _schedule,
+    unet_times,
+    plain_decode,
+    embedded=distilled,
+    latents=lambda x: {"sample": x},
     takes_tokens=False,
-)  # fmt: skip
+)

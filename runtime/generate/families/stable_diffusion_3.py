@@ -43,9 +43,18 @@ def _schedule(scheduler: Scheduler, request: Request, latents: mx.array) -> Sche
 
 
 STABLE_DIFFUSION_3 = Family(
-    "transformer", ("text_encoder", "text_encoder_2", "text_encoder_3"),
-    {"encoder_hidden_states": (1, "tokens", "joint_attention_dim"),
-     "pooled_projections": (1, "pooled_projection_dim")},
-    _defaults, _encode, plain_start, as_encoded, _schedule, own_times, plain_decode,
+    "transformer",
+    ("text_encoder", "text_encoder_2", "text_encoder_3"),
+    {
+        "encoder_hidden_states": (1, "tokens", "joint_attention_dim"),
+        "pooled_projections": (1, "pooled_projection_dim"),
+    },
+    _defaults,
+    _encode,
+    plain_start,
+    as_encoded,
+    _schedule,
+    own_times,
+    plain_decode,
     optional=("text_encoder_3",),
-)  # fmt: skip
+)

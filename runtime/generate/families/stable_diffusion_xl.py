@@ -50,10 +50,23 @@ def _decode(parts: Parts, latents: mx.array, request: Request) -> mx.array:
 
 SIZES = ("original_size", "crops_coords_top_left", "target_size")
 STABLE_DIFFUSION_XL = Family(
-    "unet", ("text_encoder", "text_encoder_2"),
-    {"encoder_hidden_states": (1, "tokens", "cross_attention_dim"),
-     "text_embeds": (1, "projection_class_embeddings_input_dim - 6 * addition_time_embed_dim")},
-    lambda parts: unet_defaults(parts, 128, 5.0), _encode, unet_start, _inputs, own_schedule,
-    unet_times, _decode, embedded=distilled, unasked=_unasked, optional=("text_encoder",),
-    latents=lambda x: {"sample": x}, conditioning=SIZES, takes_tokens=False,
-)  # fmt: skip
+    "unet",
+    ("text_encoder", "text_encoder_2"),
+    {
+        "encoder_hidden_states": (1, "tokens", "cross_attention_dim"),
+        "text_embeds": (1, "projection_class_embeddings_input_dim - 6 * addition_time_embed_dim"),
+    },
+    lambda parts: unet_defaults(parts, 128, 5.0),
+    _encode,
+    unet_start,
+    _inputs,
+    own_schedule,
+    unet_times,
+    _decode,
+    embedded=distilled,
+    unasked=_unasked,
+    optional=("text_encoder",),
+    latents=lambda x: {"sample": x},
+    conditioning=SIZES,
+    takes_tokens=False,
+)

@@ -48,8 +48,17 @@ def _times(parts: Parts, schedule: Schedule) -> Inputs:
 
 
 Z_IMAGE = Family(
-    "transformer", ("text_encoder",), {"cap_feats": ("tokens", "cap_feat_dim")}, _defaults,
-    _encode, _start, _inputs, _schedule, _times, plain_decode, guidance=Guidance(origin="positive"),
+    "transformer",
+    ("text_encoder",),
+    {"cap_feats": ("tokens", "cap_feat_dim")},
+    _defaults,
+    _encode,
+    _start,
+    _inputs,
+    _schedule,
+    _times,
+    plain_decode,
+    guidance=Guidance(origin="positive"),
     latents=lambda x: {"x": list(x[:, :, None])},
     prediction=lambda output, latents: -output.reshape(latents.shape),
-)  # fmt: skip
+)
