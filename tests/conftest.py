@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from .shared_programs import FOLDER
+from .shared_programs import shared_programs as sharing
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -54,13 +57,18 @@ def _name_group(item: pytest.Item) -> None:
         raise pytest.UsageError(f"{item.nodeid}: this pytest-xdist does not name its group")
 
 
+_EVERYWHERE = {
+    "tmp_path_factory", "one_thread", "own_cache", "programs_folder", "shared_programs"
+}  # fmt: skip
+
+
 def _group(item: pytest.Item) -> str | None:
     """The users of the tiny pipeline together, other users of shared fixtures by module."""
     used = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009, no public access
     shared = {name for name, found in used.items() if found[-1].scope in ("session", "module")}
     if {"pipeline_checkpoint", "pipeline_bundle"} & shared:
         return "pipeline"
-    return item.path.stem if shared - {"tmp_path_factory", "one_thread", "own_cache"} else None
+    return item.path.stem if shared - _EVERYWHERE else None
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -93,6 +101,22 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     if kernels is not None:
         (folder / "kernels").symlink_to(kernels.parent)
     os.environ["MLXCONV_CACHE"] = str(folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def programs_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One for all workers."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "programs"
+    folder.mkdir(exist_ok=True)
+    os.environ[FOLDER] = str(folder)
+
+
+@pytest.fixture(scope="module")
+def shared_programs() -> Iterator[None]:
+    """For modules whose conversions need not trace what others traced."""
+    with sharing():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -129,7 +153,8 @@ def _bundles(source: Path, folder: Path) -> Bundles:
     def bundle(q: str) -> Path:
         out = folder / q
         if not out.exists():
-            convert(source, out, q)
+            with sharing():
+                convert(source, out, q)
         return out
 
     return bundle

@@ -9,7 +9,7 @@ import pytest
 from mlxconv.convert.catalog.figures import PRECISIONS
 from mlxconv.convert.catalog.real_size import published, read_rows
 from mlxconv.convert.catalog.supported import Supported, supported_models
-from mlxconv.convert.recipe.recipe import all_recipes, recipe_names
+from mlxconv.convert.recipe.recipe import load_recipe, recipe_names
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,7 +26,7 @@ MODELS = supported_models().models
 
 @pytest.mark.parametrize("model", MODELS, ids=[m.class_name for m in MODELS])
 def test_every_configuration_was_measured_and_passed(model: Supported) -> None:
-    variants = ("", *all_recipes()[model.class_name].tiny_variants)
+    variants = ("", *load_recipe(model.class_name).tiny_variants)
     expected = {(variant, q) for variant in variants for q in PRECISIONS}
     assert {(row["variant"], row["q"]) for row in model.parity} == expected
     assert all(row["passed"] for row in model.parity)

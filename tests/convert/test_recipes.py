@@ -34,6 +34,7 @@ from mlxconv.runtime.program.program import from_json, to_json, validate
 from ..bundles import PROGRAM
 from ..conftest import Bundles
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
 RECIPES = files("mlxconv") / "recipes"
 # The bar of every class, and what hides behind it: no class may become three times worse than
 # `recipes/parity.json` says it was.
@@ -160,6 +161,9 @@ def check_sizes(folder: Path, recipe: Recipe) -> None:
     module = cls.from_pretrained(str(folder / "source")).eval()
     entry, config = model.program.entries[0], merged_config(cls, recipe.tiny_config())
     forward = recipe.program(entry.name).callable(module)
+    if recipe.class_name in CORE:  # every list of blocks can be read
+        lists = (m for m in module.named_children() if isinstance(m[1], torch.nn.ModuleList))
+        assert {f"{p}.{i}" for p, found in lists for i in range(len(found))} <= {*entry.taps}
     errors = {}
     for dims in all_sizes(recipe, entry.sizes):
         inputs = example_inputs(recipe, entry.name, config, dims, seed=3, dtype=torch.float32)

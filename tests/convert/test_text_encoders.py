@@ -26,6 +26,7 @@ from mlxconv.runtime.bundle import load_component
 from ..bundles import tensors
 from ..conftest import Bundles
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
 Encoder = tuple[Any, Any]  # the PyTorch module, and the runtime's component
 
 

@@ -21,6 +21,8 @@ from mlxconv.convert.catalog.figures import tiny_checkpoint
 from mlxconv.convert.conversion import convert
 from mlxconv.convert.recipe.recipe import load_recipe
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 def tree(weights: dict[str, torch.Tensor]) -> Any:
     """Modules by the names of a checkpoint: matrices with a bias or without as `nn.Linear`."""

@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from ..shared_programs import shared_programs
+from .fuzz_programs import build
+
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
 def test_no_mutated_bundle_ends_the_process(tmp_path: Path) -> None:
+    with shared_programs():
+        build(tmp_path)
     command = "-m tests.tools.fuzz_programs --count 1500 --jobs 1 --bundles".split()
     found = subprocess.run(
         [sys.executable, *command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True

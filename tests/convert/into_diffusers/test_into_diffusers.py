@@ -22,7 +22,7 @@ from mlxconv.runtime.errors import MlxconvError
 from ...conftest import Bundles
 from .tiny_pipelines import PIPELINES, flux, image_vae, tiny
 
-SLOW = ("wan", "ltx")
+pytestmark = pytest.mark.usefixtures("shared_programs")
 HALF = (torch.float32, torch.bfloat16)
 
 

@@ -14,6 +14,8 @@ from mlxconv.convert.into_diffusers.replace import into_diffusers
 
 from .tiny_videos import VIDEOS
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 def frames(pipe: Any, call: dict[str, Any]) -> np.ndarray[Any, Any]:
     """A video of two steps, or its latents."""

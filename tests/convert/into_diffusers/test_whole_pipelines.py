@@ -24,6 +24,7 @@ from mlxconv.runtime.program.program import PROGRAM_FILE
 
 from .whole_pipelines import FAMILIES, QWEN_IMAGE, run, using
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
 Loaded = tuple[Path, Any, Any]
 
 

@@ -13,6 +13,8 @@ import torch
 
 from mlxconv.convert.recipe.recipe import load_recipe
 
+from ...runtime.generate.tiny_families import QWEN_VAE, TWO_LEVELS
+
 Pipeline = tuple[Any, dict[str, Any]]  # and what to call it with
 
 
@@ -23,14 +25,14 @@ def tiny(class_name: str, seed: int = 0, variant: str | None = None, **changed: 
     return getattr(diffusers, class_name)(**config).eval()
 
 
-def image_vae(channels: int = 4, levels: int = 2) -> Any:
-    """An AutoencoderKL that makes 2 ** (levels - 1) pixels of a latent."""
-    return tiny(
-        "AutoencoderKL", 1, latent_channels=channels, shift_factor=0.1, scaling_factor=0.5,
-        block_out_channels=[16, 16, 32, 32][-levels:],
-        down_block_types=["DownEncoderBlock2D"] * levels,
-        up_block_types=["UpDecoderBlock2D"] * levels,
-    )  # fmt: skip
+def image_vae(variant: str | None = None, **changed: Any) -> Any:
+    """An AutoencoderKL with 4 channels, or 16 ("flux"), and eight pixels a latent."""
+    return tiny("AutoencoderKL", 1, variant, scaling_factor=0.5, shift_factor=0.1, **changed)
+
+
+def two_levels(variant: str | None = None) -> Any:
+    """The same with two pixels a latent."""
+    return image_vae(variant, **TWO_LEVELS)
 
 
 def _pipeline(name: str, without: str = "text_encoder tokenizer", **parts: Any) -> Any:
@@ -64,8 +66,8 @@ _THREE = f"{_TWO} text_encoder_3 tokenizer_3"
 
 
 def flux(name: str = "Flux", **more: Any) -> Pipeline:
-    transformer = tiny("FluxTransformer2DModel", in_channels=16)
-    pipe = _pipeline(name, _TWO, scheduler=_flow(), vae=image_vae(), transformer=transformer)
+    transformer = tiny("FluxTransformer2DModel")
+    pipe = _pipeline(name, _TWO, scheduler=_flow(), vae=two_levels(), transformer=transformer)
     prompts = {"prompt_embeds": _random(1, 6, 64), "pooled_prompt_embeds": _random(1, 32)}
     return pipe, {**prompts, "height": 32, "width": 32, **more}
 
@@ -81,35 +83,37 @@ def flux_inpaint() -> Pipeline:
 
 
 def aura_flow() -> Pipeline:
-    transformer = tiny("AuraFlowTransformer2DModel", in_channels=4, out_channels=4)
+    transformer = tiny("AuraFlowTransformer2DModel")
     prompts = _prompts(transformer.config.joint_attention_dim, mask=True)
-    pipe = _pipeline("AuraFlow", scheduler=_flow(), vae=image_vae(), transformer=transformer)
+    pipe = _pipeline("AuraFlow", scheduler=_flow(), vae=two_levels(), transformer=transformer)
     return pipe, {**prompts, "height": 32, "width": 32}
 
 
 def lumina2() -> Pipeline:
-    transformer = tiny("Lumina2Transformer2DModel", in_channels=4)
+    transformer = tiny("Lumina2Transformer2DModel")
     prompts = _prompts(transformer.config.cap_feat_dim, mask=True)
-    pipe = _pipeline("Lumina2", scheduler=_flow(), vae=image_vae(), transformer=transformer)
+    vae = two_levels("flux")
+    pipe = _pipeline("Lumina2", scheduler=_flow(), vae=vae, transformer=transformer)
     return pipe, {**prompts, "height": 32, "width": 32}
 
 
 def cog_view4() -> Pipeline:
-    transformer = tiny("CogView4Transformer2DModel", in_channels=4, out_channels=4)
+    transformer = tiny("CogView4Transformer2DModel")
     prompts = _prompts(transformer.config.text_embed_dim, 16)
     shifted = _flow(
         use_dynamic_shifting=True, base_shift=0.25, max_shift=0.75, base_image_seq_len=256,
         time_shift_type="linear",
     )  # fmt: skip
-    pipe = _pipeline("CogView4", scheduler=shifted, vae=image_vae(), transformer=transformer)
+    vae = two_levels("flux")
+    pipe = _pipeline("CogView4", scheduler=shifted, vae=vae, transformer=transformer)
     return pipe, {**prompts, "height": 32, "width": 32}
 
 
 def pixart_sigma() -> Pipeline:
-    transformer = tiny("PixArtTransformer2DModel", in_channels=4, out_channels=8)
+    transformer = tiny("PixArtTransformer2DModel")
     prompts = _prompts(transformer.config.caption_channels, mask=True)
     solver = diffusers.DPMSolverMultistepScheduler()
-    pipe = _pipeline("PixArtSigma", scheduler=solver, vae=image_vae(), transformer=transformer)
+    pipe = _pipeline("PixArtSigma", scheduler=solver, vae=two_levels(), transformer=transformer)
     size = {"height": 32, "width": 32, "use_resolution_binning": False}
     return pipe, {**prompts, "negative_prompt": None, **size}
 
@@ -122,40 +126,40 @@ def hunyuan_dit() -> Pipeline:
     pipe = _pipeline(
         "HunyuanDiT", f"{_TWO} safety_checker feature_extractor", transformer=transformer,
         scheduler=diffusers.DDPMScheduler(prediction_type="v_prediction"),
-        vae=image_vae(levels=4), requires_safety_checker=False,
+        vae=image_vae(), requires_safety_checker=False,
     )  # fmt: skip
     size = {"height": 64, "width": 64, "use_resolution_binning": False}
     return pipe, {**prompts, **{f"{k}_2": v for k, v in second.items()}, **size}
 
 
 def bria() -> Pipeline:
-    transformer = tiny("BriaTransformer2DModel", in_channels=16)
+    transformer = tiny("BriaTransformer2DModel")
     prompts = _prompts(transformer.config.joint_attention_dim)
-    pipe = _pipeline("Bria", scheduler=_flow(), vae=image_vae(), transformer=transformer)
+    pipe = _pipeline("Bria", scheduler=_flow(), vae=two_levels(), transformer=transformer)
     return pipe, {**prompts, "height": 32, "width": 32}
 
 
 def ovis() -> Pipeline:
-    transformer = tiny("OvisImageTransformer2DModel", in_channels=16)
+    transformer = tiny("OvisImageTransformer2DModel")
     prompts = _prompts(transformer.config.joint_attention_dim)
-    pipe = _pipeline("OvisImage", scheduler=_flow(), vae=image_vae(), transformer=transformer)
+    pipe = _pipeline("OvisImage", scheduler=_flow(), vae=two_levels(), transformer=transformer)
     return pipe, {**prompts, "negative_prompt": None, "height": 32, "width": 32}
 
 
 def stable_diffusion3() -> Pipeline:
-    transformer = tiny("SD3Transformer2DModel", in_channels=4, out_channels=4)
+    transformer = tiny("SD3Transformer2DModel")
     config = transformer.config
     pooled = _random(2, config.pooled_projection_dim)
     prompts = _prompts(config.joint_attention_dim) | {
         "pooled_prompt_embeds": pooled[:1], "negative_pooled_prompt_embeds": pooled[1:]
     }  # fmt: skip
-    parts = {"scheduler": _flow(shift=3.0), "vae": image_vae(), "transformer": transformer}
+    parts = {"scheduler": _flow(shift=3.0), "vae": two_levels("flux"), "transformer": transformer}
     return _pipeline("StableDiffusion3", _THREE, **parts), {**prompts, "height": 32, "width": 32}
 
 
 def qwen_image() -> Pipeline:
     """Prompts of different lengths, which guidance takes one after the other."""
-    vae = tiny("AutoencoderKLQwenImage", 1)
+    vae = tiny("AutoencoderKLQwenImage", 1, **QWEN_VAE)
     channels = vae.config.z_dim
     transformer = tiny(
         "QwenImageTransformer2DModel", in_channels=4 * channels, out_channels=channels
@@ -173,25 +177,13 @@ def qwen_image() -> Pipeline:
 def z_image() -> Pipeline:
     transformer = tiny("ZImageTransformer2DModel")
     config = transformer.config
-    vae = image_vae(config.in_channels, levels=4)
+    vae = image_vae("flux")
     pipe = _pipeline("ZImage", scheduler=_flow(shift=3.0), vae=vae, transformer=transformer)
     prompts = {
         "prompt_embeds": [_random(6, config.cap_feat_dim)],
         "negative_prompt_embeds": [_random(7, config.cap_feat_dim)[:6]],
     }
     return pipe, {**prompts, "height": 64, "width": 64}
-
-
-def wan() -> Pipeline:
-    vae = tiny("AutoencoderKLWan", 1)
-    channels = vae.config.z_dim
-    transformer = tiny("WanTransformer3DModel", in_channels=channels, out_channels=channels)
-    solver = diffusers.UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
-    )
-    pipe = _pipeline("Wan", scheduler=solver, vae=vae, transformer=transformer)
-    prompts = _prompts(transformer.config.text_dim)
-    return pipe, {**prompts, "height": 32, "width": 32, "num_frames": 5}
 
 
 def ltx() -> Pipeline:
@@ -207,6 +199,6 @@ PIPELINES: dict[str, Callable[[], Pipeline]] = {
     f.__name__: f
     for f in (
         flux, flux_img2img, flux_inpaint, aura_flow, lumina2, cog_view4, pixart_sigma, hunyuan_dit,
-        bria, ovis, stable_diffusion3, qwen_image, z_image, wan, ltx,
+        bria, ovis, stable_diffusion3, qwen_image, z_image, ltx,
     )
 }  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from ...conftest import _clip_tokenizer, _t5_tokenizer
-from .tiny_pipelines import Pipeline, image_vae, tiny
+from .tiny_pipelines import Pipeline, tiny, two_levels
 
 PROMPTS = {"prompt": "a photo of a cat", "negative_prompt": "a dog"}
 
@@ -123,7 +123,7 @@ def allegro(frames: int = 88) -> Pipeline:
 def latte(frames: int = 16) -> Pipeline:
     transformer = tiny("LatteTransformer3DModel", video_length=frames)
     solver = diffusers.DDIMScheduler()
-    pipe = _pipe("Latte", vae=image_vae(), transformer=transformer, scheduler=solver, **_t5())
+    pipe = _pipe("Latte", vae=two_levels(), transformer=transformer, scheduler=solver, **_t5())
     size = {"height": 32, "width": 32, "video_length": frames}
     return pipe, {**PROMPTS, **size, "mask_feature": False}
 

@@ -21,6 +21,8 @@ from . import (
 )
 from .lowering_cases import aten_names, batches, interpret, program, to_numpy, trace
 
+pytestmark = pytest.mark.xdist_group("lowering")  # tables are traced once
+
 TABLES = [
     test_lowering_elementwise.ROWS,
     test_lowering_images.ROWS,

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 from .lowering_cases import Row, c64, check, exact, f, f32, flags, free, i64, row
 
+pytestmark = pytest.mark.xdist_group("lowering")  # tables are traced once
+
 SIGNED = exact([-7, -6, -1, 0, 1, 6, 7], "int64")
 DIVISORS = exact([3, -3, 2, 5, -2, 4, -4], "int64")
 HALVES = exact([-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 3.25])

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 from .lowering_cases import Row, check, f, f32, flags, free, i64, row
 
+pytestmark = pytest.mark.xdist_group("lowering")  # tables are traced once
+
 
 def _resize(**options: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: F.interpolate(x, **options)

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 
 from .lowering_cases import In, Row, check, exact, f, f32, flags, free, i64, row, w
 
+pytestmark = pytest.mark.xdist_group("lowering")  # tables are traced once
+
 MATRICES = (
     row("linear", F.linear, f(2, 3, 8), w(5, 8), w(5)),
     row("linear no bias", F.linear, f(3, 8), w(5, 8)),

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 
 from .lowering_cases import Row, check, exact, f, f32, flags, free, i64, row, w
 
+pytestmark = pytest.mark.xdist_group("lowering")  # tables are traced once
+
 TIES = exact([[1.0, 3.0, 3.0, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0, 2.0]])
 SMALL = exact([[1e-3, -2e-3, 3e-3, 1e-3], [2e-4, 1e-4, -1e-4, 3e-4]])
 

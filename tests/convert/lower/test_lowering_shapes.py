@@ -9,6 +9,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from .lowering_cases import Row, check, exact, f, f32, flags, free, i64, row, whole
 
+pytestmark = pytest.mark.xdist_group("lowering")  # tables are traced once
+
 VIEWS = (
     row("reshape", lambda x: x.reshape(2, -1), f(2, 3, 4)),
     row("reshape strided", lambda x: x.transpose(0, 1).reshape(-1), f(2, 3)),

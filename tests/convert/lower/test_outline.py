@@ -33,6 +33,8 @@ from mlxconv.runtime.program.program import (
 
 from ..trace.evaluation import Arrays, Traced, evaluate
 
+pytestmark = pytest.mark.xdist_group("outline")
+
 TYPE = "compute[batch, 8]"
 X = Input("x", "x", TYPE)
 

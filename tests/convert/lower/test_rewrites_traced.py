@@ -25,6 +25,8 @@ from mlxconv.runtime.program.program import Entry
 
 from ..trace.evaluation import Traced, error, recipe_for
 
+pytestmark = pytest.mark.xdist_group("rewrites_traced")
+
 WIDTH = 32
 HEADS = ("batch", "tokens", 2, WIDTH)
 

@@ -33,6 +33,8 @@ from mlxconv.runtime.bundle import load_component
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program.program import PROGRAM_FILE, Program, load_program
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -48,12 +50,15 @@ def bundle(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_batch_is_added_without_the_weights(bundle: Path, checkpoint: Path) -> None:
-    files = {f: f.stat().st_mtime_ns for f in bundle.rglob("model*")}
-    done = CliRunner().invoke(cli, ["add-size", str(bundle), "--dim", "batch=4", "--json"])
+def test_a_batch_is_added_without_the_weights(
+    bundle: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(bundle, tmp_path / "copy"))
+    files = {f: f.stat().st_mtime_ns for f in copy.rglob("model*")}
+    done = CliRunner().invoke(cli, ["add-size", str(copy), "--dim", "batch=5", "--json"])
     assert done.exit_code == 0, done.output
-    assert {f: f.stat().st_mtime_ns for f in bundle.rglob("model*")} == files
-    report = verify(bundle, checkpoint)
+    assert {f: f.stat().st_mtime_ns for f in copy.rglob("model*")} == files
+    report = verify(copy, checkpoint)
     assert report.passed
     assert len([row for row in report.tiers if row.tier == "forward"]) == 3
 
@@ -71,10 +76,10 @@ def refusal(bundle: Path, batch: int) -> str:
 
 def test_the_command_that_a_refusal_names_works(bundle: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(bundle, tmp_path / "a copy"))
-    command = refusal(copy, 3).split("`")[1]
+    command = refusal(copy, 5).split("`")[1]
     done = CliRunner().invoke(cli, shlex.split(command)[1:])
     assert done.exit_code == 0, done.output
-    assert len(load_component(copy, "transformer")(**inputs(3))) == 3
+    assert len(load_component(copy, "transformer")(**inputs(5))) == 5
 
 
 def test_a_size_is_traced_when_it_is_called(bundle: Path, tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from mlxconv.convert.source.model_class import find_class
 from mlxconv.runtime.bundle import LoadedComponent, load_component
 from mlxconv.runtime.errors import MlxconvError
 
+pytestmark = [pytest.mark.usefixtures("shared_programs"), pytest.mark.xdist_group("kinds")]
+
 Inputs = dict[str, Any]
 MASK = "encoder_attention_mask"
 

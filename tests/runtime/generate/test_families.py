@@ -26,7 +26,7 @@ from ..test_runtime_alone import WITHOUT_TORCH
 from .test_generate import NEGATIVE, PROMPT, psnr
 from .tiny_families import CALLED_WITH, SIZES, TINY, TOKENS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_programs")]
 Pixels = np.ndarray[Any, Any]
 Made = Callable[[str], tuple[Path, Path]]
 NAMES = ["flux", *TINY]

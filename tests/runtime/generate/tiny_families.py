@@ -90,7 +90,7 @@ def _qwen_tokenizer(**options: Any) -> Any:
     )
 
 
-_TWO_LEVELS = {
+TWO_LEVELS = {
     "block_out_channels": [16, 32],
     "down_block_types": ["DownEncoderBlock2D"] * 2,
     "up_block_types": ["UpDecoderBlock2D"] * 2,
@@ -99,7 +99,7 @@ _TWO_LEVELS = {
 
 def _vae(folder: Path, variant: str | None = None, **changed: Any) -> None:
     """Two pixels a latent."""
-    options = {"scaling_factor": 0.5, **_TWO_LEVELS, **changed}
+    options = {"scaling_factor": 0.5, "shift_factor": 0.1, **TWO_LEVELS, **changed}
     _model(folder, "vae", "AutoencoderKL", variant, **options)
 
 
@@ -125,7 +125,7 @@ def stable_diffusion_3(folder: Path) -> None:
     _clip(folder, "_2", 32, pad_token="!")
     _t5(folder, "_3")
     _model(folder, "transformer", "SD3Transformer2DModel", pooled_projection_dim=48, num_layers=2)
-    _vae(folder, "flux", shift_factor=0.1)
+    _vae(folder, "flux")
     _flow(folder, shift=3.0)
     _index(
         folder, "StableDiffusion3Pipeline", **_CLIP, **{f"{k}_3": v for k, v in _T5.items()},
@@ -136,7 +136,7 @@ def stable_diffusion_3(folder: Path) -> None:
 def chroma(folder: Path) -> None:
     _t5(folder)
     _model(folder, "transformer", "ChromaTransformer2DModel", in_channels=64)
-    _vae(folder, "flux", shift_factor=0.1)
+    _vae(folder, "flux")
     _flow(folder, use_dynamic_shifting=True)
     _index(
         folder, "ChromaPipeline", **_T5, **_FLOW, transformer="diffusers.ChromaTransformer2DModel"
@@ -148,13 +148,19 @@ def pixart_sigma(folder: Path) -> None:
     from diffusers import DPMSolverMultistepScheduler
 
     _t5(folder)
-    _model(folder, "transformer", "PixArtTransformer2DModel", in_channels=16, out_channels=32)
-    _vae(folder, "flux", shift_factor=0.1)
+    _model(folder, "transformer", "PixArtTransformer2DModel")
+    _vae(folder)
     DPMSolverMultistepScheduler().save_pretrained(str(folder / "scheduler"))
     _index(
         folder, "PixArtSigmaPipeline", **_T5, scheduler="diffusers.DPMSolverMultistepScheduler",
         vae="diffusers.AutoencoderKL", transformer="diffusers.PixArtTransformer2DModel",
     )  # fmt: skip
+
+
+QWEN_VAE: dict[str, Any] = {
+    "dim_mult": [1, 2], "temperal_downsample": [False],
+    "latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.5, 0.5, 1.0, 2.0],
+}  # fmt: skip
 
 
 def qwen_image(folder: Path) -> None:
@@ -163,10 +169,7 @@ def qwen_image(folder: Path) -> None:
     language = {**recipe.tiny["text_config"], "vocab_size": _VOCABULARY}
     _model(folder, "text_encoder", recipe.class_name, text_config=language)
     _model(folder, "transformer", "QwenImageTransformer2DModel")
-    _model(
-        folder, "vae", "AutoencoderKLQwenImage", dim_mult=[1, 2], temperal_downsample=[False],
-        latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.5, 1.0, 2.0],
-    )  # fmt: skip
+    _model(folder, "vae", "AutoencoderKLQwenImage", **QWEN_VAE)
     _more_contrast(folder, "decoder.conv_out.weight")
     _flow(folder, use_dynamic_shifting=True)
     _index(
@@ -206,8 +209,8 @@ def z_image(folder: Path) -> None:
     tokenizer = _qwen_tokenizer(chat_template=_CHAT)
     tokenizer.save_pretrained(str(folder / "tokenizer"))
     _model(folder, "text_encoder", "Qwen3Model", vocab_size=_VOCABULARY)
-    _model(folder, "transformer", "ZImageTransformer2DModel", n_refiner_layers=1)
-    _vae(folder, "flux", shift_factor=0.1)
+    _model(folder, "transformer", "ZImageTransformer2DModel")
+    _vae(folder, "flux")
     _flow(folder, shift=3.0)
     _index(
         folder, "ZImagePipeline", **_FLOW, tokenizer="transformers.Qwen2Tokenizer",
@@ -277,7 +280,7 @@ def _flux2_denoiser(folder: Path, *, guidance_embeds: bool) -> None:
 
     changed = {"in_channels": 32, "joint_attention_dim": 96, "guidance_embeds": guidance_embeds}
     _model(folder, "transformer", "Flux2Transformer2DModel", **changed)
-    _model(folder, "vae", "AutoencoderKLFlux2", **_TWO_LEVELS)
+    _model(folder, "vae", "AutoencoderKLFlux2", **TWO_LEVELS)
     (file,) = (folder / "vae").glob("*.safetensors")
     tensors = load_file(file)
     count = len(tensors["bn.running_mean"])
@@ -329,8 +332,8 @@ def stable_diffusion(folder: Path) -> None:
     """With options of its scheduler that its pipeline corrects."""
     from diffusers import PNDMScheduler
 
-    _clip(folder, "", 32, projected=False)
-    _model(folder, "unet", "UNet2DConditionModel", cross_attention_dim=32)
+    _clip(folder, "", 64, projected=False)
+    _model(folder, "unet", "UNet2DConditionModel")
     _vae(folder)
     PNDMScheduler(skip_prk_steps=True, **_BETAS).save_pretrained(str(folder / "scheduler"))
     _index(
@@ -343,10 +346,9 @@ def stable_diffusion_xl(folder: Path) -> None:
     """Two CLIPs, of which the second has the projection."""
     from diffusers import EulerDiscreteScheduler
 
-    _clip(folder, "", 16, projected=False)
+    _clip(folder, "", 32, projected=False)
     _clip(folder, "_2", 32, pad_token="!")
-    layers = {"transformer_layers_per_block": [1, 1, 2], "cross_attention_dim": 48}
-    _model(folder, "unet", "UNet2DConditionModel", "sdxl", **layers)
+    _model(folder, "unet", "UNet2DConditionModel", "sdxl")
     _vae(folder)
     EulerDiscreteScheduler(timestep_spacing="leading", steps_offset=1, **_BETAS).save_pretrained(
         str(folder / "scheduler")
@@ -365,6 +367,9 @@ def sdxl_refiner(folder: Path) -> None:
     _model(folder, "unet", "UNet2DConditionModel", **{
         **load_recipe("UNet2DConditionModel").tiny_config("sdxl"), "in_channels": 9,
         "projection_class_embeddings_input_dim": 32 + 5 * 8, "cross_attention_dim": 32,
+        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"], "attention_head_dim": [1, 2],
+        "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"], "block_out_channels": [32, 64],
+        "transformer_layers_per_block": [1, 1],
     })  # fmt: skip
     parts = {k: v for k, v in _CLIP.items() if k.endswith("_2")}
     _index(

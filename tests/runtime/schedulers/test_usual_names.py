@@ -29,6 +29,8 @@ from ...conftest import Bundles
 from ..generate.test_convergence import CENTRES, WIDTH, decibels, noise_in
 from ..generate.test_generate import PROMPT, SIZE, TOKENS, psnr
 
+pytestmark = pytest.mark.xdist_group("usual_names")
+
 FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000}
 DYNAMIC = {**FLOW, "use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15,
            "base_image_seq_len": 256, "max_image_seq_len": 4096}  # fmt: skip
