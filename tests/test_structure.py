@@ -13,8 +13,9 @@ RUNTIME = (
     "bundle", "schedulers", "generate", "bench",
 )  # fmt: skip
 CONVERT = (
-    "report", "source", "recipe", "trace/patches", "trace", "lower", "quantize", "store",
-    "conversion", "inspection", "into_diffusers", "verify", "publish", "catalog", "demo", "peers",
+    "report", "templates", "source", "recipe", "trace/patches", "trace", "lower", "quantize",
+    "store", "conversion", "inspection", "into_diffusers", "verify", "publish", "catalog", "demo",
+    "peers",
 )  # fmt: skip
 ORDER = [*(f"runtime/{name}" for name in RUNTIME), *(f"convert/{name}" for name in CONVERT)]
 # What commands are made of: only the command line imports these, and one of them another.

@@ -20,7 +20,7 @@ from ..verify.record import Measured
 from .licence import Licence
 from .listing import PICTURE_FILE
 
-_FLOATS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+FLOATS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,22 @@ class CardFacts:
         return max(quantized or converted, key=lambda name: self.held[name].parameters)
 
     @property
+    def bytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(held.bytes for held in self.held.values())
+
+    @property
+    def source_bytes(self) -> int | None:
+        """Bytes of the source's weights; None where some were copied, or are not known."""
+        known = [part.get("source_bytes") for part in self.manifest["components"].values()]
+        return None if self.manifest.get("copied") or None in known else sum(known)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of all components."""
+        return sum(held.parameters for held in self.held.values())
+
+    @property
     def native(self) -> bool:
         """Whether mlxconv runs the whole pipeline by itself."""
         parts = self.manifest["components"].values()
@@ -74,12 +90,12 @@ class CardFacts:
     def precision(self) -> str:
         """The main component's, as people write it: `4-bit`, `bf16`, `mxfp4`."""
         q = str(self.manifest["components"][self.main]["q"]).split()[0]
-        return _FLOATS.get(q) or (f"{q[:-3]}-bit" if q.endswith("bit") else q)
+        return FLOATS.get(q) or (f"{q[:-3]}-bit" if q.endswith("bit") else q)
 
     @property
     def quantized(self) -> bool:
         """Whether that is not a float precision."""
-        return self.precision not in _FLOATS.values()
+        return self.precision not in FLOATS.values()
 
 
 def card_facts(
@@ -109,7 +125,13 @@ def read_sample(picture: Path) -> Sample:
     except (OSError, SyntaxError, ValueError) as error:
         raise MlxconvError(f"{picture}: not a PNG that can be read ({error})") from error
     try:
-        told = json.loads(str(text))
-        return Sample(told.get("prompt"), told.get("steps"), told.get("seed"), size)
-    except (ValueError, AttributeError):
-        return Sample(size=size)
+        made = dict(json.loads(str(text)))
+    except (ValueError, TypeError):
+        made = {}
+    prompt, steps, seed = (made.get(key) for key in ("prompt", "steps", "seed"))
+    return Sample(
+        prompt if isinstance(prompt, str) else None,
+        steps if type(steps) is int else None,
+        seed if type(seed) is int else None,
+        size,
+    )

@@ -19,7 +19,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from mlxconv.convert.inspection import inspect
 from mlxconv.convert.publish.card import make_card
-from mlxconv.convert.publish.card_facts import CardFacts, card_facts, read_sample
+from mlxconv.convert.publish.card_facts import CardFacts, Sample, card_facts, read_sample
 from mlxconv.convert.publish.licence import Given, licence_of
 from mlxconv.convert.publish.listing import PICTURE_FILE
 from mlxconv.convert.publish.pipeline_tag import pipeline_tag
@@ -265,6 +265,12 @@ def test_a_picture_is_shown_with_how_it_was_made(ready: Path) -> None:
     card = make_card(facts_of(ready))
     assert f"]({PICTURE_FILE})" in card
     assert "*“a fox”, 4 steps, seed 7*" in card
+
+
+def test_a_pictures_settings_become_code_only_as_numbers(ready: Path) -> None:
+    sample_picture(ready / PICTURE_FILE, prompt=["x"], steps="4); import os  #", seed=True)
+    assert read_sample(ready / PICTURE_FILE) == Sample(size=(32, 48))
+    assert "import os" not in make_card(facts_of(ready))
 
 
 def test_a_picture_that_is_none_is_refused(tmp_path: Path) -> None:
