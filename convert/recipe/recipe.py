@@ -440,8 +440,8 @@ def load_recipe(class_name: str) -> Recipe:
         near = difflib.get_close_matches(class_name, known, 3, 0.5)
         hint = f" (close: {', '.join(near)})" if near else ""
         raise MlxconvError(
-            f"no recipe for class {class_name!r}{hint}: add a recipe TOML (see README) "
-            "or pass --recipe FILE"
+            f"no recipe for class {class_name!r}{hint}: add a recipe TOML "
+            "(see docs/ADDING_A_MODEL.md), or pass --recipe FILE"
         )
     path = files("mlxconv").joinpath("recipes", f"{class_name}.toml")
     return parse_recipe(path.read_text(encoding="utf-8"), f"recipes/{class_name}.toml")

@@ -82,7 +82,8 @@ def find_class(library: str, class_name: str, where: Path) -> type:
     if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
         raise MlxconvError(
             f"{where}: unknown class {class_name!r} of {library} (installed: {_version(library)});"
-            f"{_placeholder_hint(found)} add a recipe TOML: see README, or pass --recipe FILE"
+            f"{_placeholder_hint(found)} add a recipe TOML (see docs/ADDING_A_MODEL.md), "
+            "or pass --recipe FILE"
         )
     return found
 
@@ -295,7 +296,8 @@ def _library(library: str, where: Path) -> Any:
     if module is None:
         raise MlxconvError(
             f"{where}: library {library!r} is neither diffusers, transformers nor a module of "
-            "diffusers.pipelines; add a recipe TOML: see README, or pass --recipe FILE"
+            "diffusers.pipelines; add a recipe TOML (see docs/ADDING_A_MODEL.md), "
+            "or pass --recipe FILE"
         )
     return module
 

@@ -161,7 +161,7 @@ def test_a_call_that_the_class_refuses_is_traced_once_at_most(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALF)
-def test_the_snippet_of_the_readme_runs_on_a_bf16_bundle(
+def test_the_snippet_of_the_page_runs_on_a_bf16_bundle(
     pipeline_checkpoint: Path, pipeline_bundle: Bundles, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype,
 ) -> None:  # fmt: skip
@@ -172,8 +172,8 @@ def test_the_snippet_of_the_readme_runs_on_a_bf16_bundle(
     (tmp_path / "FLUX.1-schnell").symlink_to(pipeline_checkpoint)
     (tmp_path / "flux-4bit").symlink_to(pipeline_bundle("bf16"))
     monkeypatch.chdir(tmp_path)
-    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-    (snippet,) = re.findall(r"## Inside diffusers\n\n```python\n(.*?)```", readme, re.DOTALL)
+    page = (Path(__file__).parents[3] / "docs/diffusers.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     cls = diffusers.FluxImg2ImgPipeline
     load = cls.from_pretrained
 

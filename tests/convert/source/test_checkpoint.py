@@ -417,7 +417,8 @@ def test_an_unknown_class_says_how_to_add_a_recipe(single: Path, given: str) -> 
     edit_json(single / "config.json", _class_name=given)
     component = only(open_checkpoint(single))
 
-    with pytest.raises(MlxconvError, match=f"{given}.* add a recipe TOML: see README, or pass --r"):
+    says = rf"{given}.* add a recipe TOML \(see docs/ADDING_A_MODEL\.md\), or pass --recipe"
+    with pytest.raises(MlxconvError, match=says):
         component_class(component)
 
 
