@@ -30,7 +30,6 @@ from .unfusing import apply_change, with_ids_in_the_loop
 
 Model = Callable[[int, mx.array], mx.array]
 EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler"}
-SCALARS = ("table", "numbers", "inside", "outside")
 GUIDANCE = ("none", "batched", "sequential")
 
 

@@ -267,11 +267,6 @@ class Executor:
             {n: known[n] for n in outputs if n in each},
         )
 
-    def tap_paths(self, entry: str = "forward") -> list[str]:
-        """Module paths whose outputs can be tapped, in order of computation."""
-        body = next((e for e in self.program.entries if e.name == entry), None)
-        return [] if body is None else list(_paths(self.program, body, ""))
-
     def block_paths(self, entry: str = "forward") -> list[str]:
         """Module paths of the top-level blocks, in order of computation."""
         body = self.program.entry(entry)
@@ -544,19 +539,6 @@ def _taps_here(body: Body, prefix: str, taps: Sequence[str]) -> dict[str, list[s
             node = body.nodes[max(order[n] for n in names)]
             wanted.setdefault(node.out[-1], []).append(path)
     return wanted
-
-
-def _paths(program: Program, body: Body, prefix: str) -> Iterable[str]:
-    order = {name: i for i, node in enumerate(body.nodes) for name in node.out}
-    taps = sorted(
-        body.taps.items(), key=lambda kv: max((order.get(n, -1) for n in kv[1]), default=-1)
-    )
-    for path, _ in taps:
-        yield f"{prefix}{path}"
-    for node in body.nodes:
-        if node.op == "call":
-            inner = f"{prefix}{node.args['prefix']}."
-            yield from _paths(program, program.blocks[str(node.args["block"])], inner)
 
 
 def _weight_keys(program: Program, body: Body, prefix: str) -> Iterable[Any]:

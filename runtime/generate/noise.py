@@ -127,21 +127,6 @@ class Generator:
         return radius * math.cos(theta) + 0.0
 
 
-def batch_normal(
-    shape: Sequence[int], generators: Sequence[Generator], dtype: str = "float32"
-) -> mx.array:
-    """diffusers' `randn_tensor` with a list of generators, one for each sample of shape[0].
-
-    A list of one generator draws the whole batch.
-    """
-    if len(generators) == 1:
-        return generators[0].normal(shape, dtype)
-    if len(generators) != shape[0]:
-        raise MlxconvError(f"{len(generators)} generators for a batch of {shape[0]}: pass 1 or all")
-    size = _size(shape[1:])
-    return _to_mlx(np.concatenate([g._normals(size, dtype) for g in generators]), shape, dtype)
-
-
 def _size(shape: Sequence[int]) -> int:
     if any(n < 0 for n in shape):
         raise MlxconvError(f"shape {tuple(shape)}: sizes are 0 or more")

@@ -200,8 +200,3 @@ class Prepared:
                 )
             values[item.name] = value
         return values
-
-    def carried_bytes(self) -> int:
-        """Bytes of the values that the loop takes from the earlier stages, all steps together."""
-        arrays = {id(v): v for row in self._rows for v in row.values() if isinstance(v, mx.array)}
-        return sum(v.nbytes for v in arrays.values())

@@ -1,7 +1,7 @@
 """Products: linear, matmul, attention, convolutions."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 
@@ -9,12 +9,6 @@ from . import long_sums
 from .registry import on_cpu, op, within
 
 _SLACK = 64  # elements: some models pad kernels of one element
-
-
-class MatrixWeight(Protocol):
-    """What `linear` needs of a weight: dense arrays and quantized weights both provide it."""
-
-    def product(self, x: mx.array) -> mx.array: ...
 
 
 def _product(x: mx.array, weight: Any) -> mx.array:

@@ -229,10 +229,6 @@ def _unbroadcast(rewriter: Rewriter, arg: Arg) -> Arg:
     return inner
 
 
-_EVEN = ("sub", ("mul", "$a", "$cos"), ("mul", "$b", "$sin"))
-_ODD = ("add", ("mul", "$a", "$sin2"), ("mul", "$b", "$cos2"))
-
-
 def _turn(rewriter: Rewriter, even: Arg, odd: Arg) -> Turn | None:
     even_node, odd_node = rewriter.node_of(even, "sub"), rewriter.node_of(odd, "add")
     if even_node is None or odd_node is None:
