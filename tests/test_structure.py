@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 RUNTIME = (
-    "errors", "interrupts", "files", "cache_folders", "ops", "machine", "program", "exec", "hub",
-    "bundle", "schedulers", "generate", "bench",
+    "errors", "interrupts", "files", "cache_folders", "dtypes", "headers", "ops", "machine",
+    "program", "exec", "hub", "bundle", "schedulers", "generate", "bench",
 )  # fmt: skip
 CONVERT = (
     "report", "templates", "source", "recipe", "trace/patches", "trace", "lower", "quantize",

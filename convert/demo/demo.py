@@ -15,6 +15,7 @@ from mlxconv.runtime.files import format_bytes
 from mlxconv.runtime.generate.pipeline import load
 
 from ..conversion import convert
+from ..verify.metrics import compare, psnr_db
 from ..verify.verify import verify
 from . import CHECKPOINT
 from .accuracy import STEPS, by_diffusers, by_mlx, is_right
@@ -164,7 +165,7 @@ def _one(
         report.components[_DENOISER].bits_per_weight,
         forward[0].rel_l2,
         runtime,
-        _psnr(made, exact),
+        psnr_db(compare([made], [exact]), exact.size),
         report.seconds,
         step,
         parity.passed,
@@ -176,11 +177,6 @@ def _one(
 
 def _right(pictures: Array, scenes: list[Scene]) -> list[bool]:
     return [is_right(picture, scene) for picture, scene in zip(pictures, scenes, strict=True)]
-
-
-def _psnr(a: Array, b: Array) -> float:
-    """Peak signal-to-noise ratio of pictures in 0 to 1, in dB."""
-    return float(-10 * np.log10(max(float(np.mean((a - b) ** 2)), 1e-30)))
 
 
 def _figures(row: DemoRow) -> list[str]:

@@ -15,25 +15,19 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlxconv.runtime.dtypes import BY_NAME, SHORT_NAMES
 from mlxconv.runtime.errors import ArgumentError, MlxconvError
+from mlxconv.runtime.exec.weights import Quantization
 
+from ..source.floats import KINDS
 from .affine import AFFINE_BITS, METHODS, quantize_affine
 from .mx_formats import MX_FORMATS, quantize_mx
+from .rounding import dequantize
 
 AFFINE_GROUPS = (128, 64, 32)
 DEFAULT_GROUP = 64
 MODULATION_BITS = 8
 NVFP4_MAX_ERROR = 0.12
-
-_FLOAT_NAMES = {
-    "fp32": "float32",
-    "float32": "float32",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "float16": "float16",
-}
-_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 # ------------------------------------------------------------------------------------- precision
@@ -90,9 +84,9 @@ def parse_precision(text: str, group_size: int | None = None) -> Precision:
     Raises MlxconvError for an unknown name, and for a group size that the precision cannot take.
     """
     name = text.strip().lower()
-    if name in _FLOAT_NAMES:
+    if (name := SHORT_NAMES.get(name, name)) in SHORT_NAMES.values():
         _refuse_group(text, group_size, None)
-        return Precision(_FLOAT_NAMES[name])
+        return Precision(name)
     if name in MX_FORMATS:
         bits, group = MX_FORMATS[name]
         _refuse_group(text, group_size, group)
@@ -123,7 +117,7 @@ def layout(shape: Sequence[int], precision: Precision) -> dict[str, tuple[tuple[
     (affine only) "biases".
     """
     if precision.bits is None or precision.group_size is None:
-        return {"weight": (tuple(shape), _CODES[precision.dtype])}
+        return {"weight": (tuple(shape), BY_NAME[precision.dtype].code)}
     rows, width = shape
     scales = (rows, width // precision.group_size)
     parts: dict[str, tuple[tuple[int, ...], str]] = {
@@ -131,7 +125,7 @@ def layout(shape: Sequence[int], precision: Precision) -> dict[str, tuple[tuple[
     }
     if precision.mode != "affine":
         return parts | {"scales": (scales, "U8")}
-    code = _CODES[precision.dtype]
+    code = BY_NAME[precision.dtype].code
     return parts | {"scales": (scales, code), "biases": (scales, code)}
 
 
@@ -350,6 +344,12 @@ class Quantized:
         parts = {"weight": self.weight, "scales": self.scales}
         return parts if self.biases is None else parts | {"biases": self.biases}
 
+    def dequantized(self) -> mx.array:
+        """The (out, in) matrix in float32, computed in float32."""
+        group, bits = self.precision.group_size or 0, self.precision.bits or 0
+        spec = Quantization(group, bits, self.precision.mode or "affine")
+        return dequantize((self.weight, self.scales, self.biases), spec)
+
 
 def quantize(weight: mx.array, precision: Precision, method: str = "refit") -> Quantized:
     """Quantize a float (out, in) matrix; `in` must be divisible by the group size.
@@ -373,7 +373,7 @@ def quantize(weight: mx.array, precision: Precision, method: str = "refit") -> Q
         done += len(block)
     if precision.mode != "affine":
         return Quantized(parts[0], parts[1], None, precision)
-    scales, biases = (part.view(getattr(mx, precision.dtype)) for part in parts[1:])
+    scales, biases = (part.view(BY_NAME[precision.dtype].mlx) for part in parts[1:])
     return Quantized(parts[0], scales, biases, precision)
 
 
@@ -392,10 +392,10 @@ def quantize_stream(
     pages. Chunks may share a buffer. Raises MlxconvError when the bytes are not those of the shape.
     """
     _check_quantizable(shape, precision, method)
-    if dtype not in _STREAMED:
-        known = ", ".join(_STREAMED)
+    if dtype not in KINDS:
+        known = ", ".join(KINDS)
         raise MlxconvError(f"cannot quantize a stream of {dtype}: expected one of {known}")
-    kind = np.dtype(_STREAMED[dtype])
+    kind = np.dtype(KINDS[dtype])
     unit = kind.itemsize * (precision.group_size or 1)
     total = math.prod(shape) * kind.itemsize
     pieces = (np.frombuffer(chunk, kind) for chunk in _whole_groups(chunks, unit, total))
@@ -434,9 +434,6 @@ def _blocks(
     )
 
 
-_STREAMED = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}
-
-
 def _whole_groups(chunks: Iterable[bytes | memoryview], unit: int, total: int) -> Iterator[Any]:
     """The same bytes, cut at multiples of `unit`; MlxconvError when they are not `total`."""
     given, rest = 0, b""
@@ -464,28 +461,13 @@ def _check_quantizable(shape: Sequence[int], precision: Precision, method: str) 
         raise MlxconvError(f"unknown method {method!r}: expected one of {', '.join(METHODS)}")
 
 
-def dequantize(quantized: Quantized) -> mx.array:
-    """The (out, in) matrix in float32, computed in float32."""
-    precision = quantized.precision
-    scales, biases = quantized.scales, quantized.biases
-    if biases is not None:
-        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-    return mx.dequantize(
-        quantized.weight,
-        scales,
-        biases,
-        group_size=precision.group_size,
-        bits=precision.bits,
-        mode=precision.mode or "affine",
-        dtype=mx.float32,
-    )
-
-
 def relative_error(quantized: Quantized, weight: mx.array) -> float:
     """||dequantized - weight|| / ||weight||, 0 for a weight of zeros."""
     exact = np.asarray(weight.astype(mx.float32))
     size = float(np.linalg.norm(exact))
-    return float(np.linalg.norm(np.asarray(dequantize(quantized)) - exact)) / size if size else 0.0
+    return (
+        float(np.linalg.norm(np.asarray(quantized.dequantized()) - exact)) / size if size else 0.0
+    )
 
 
 def guard_flush(weight: mx.array, precision: Precision) -> tuple[Precision, str | None]:

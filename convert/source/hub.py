@@ -18,6 +18,7 @@ from typing import Any
 from mlxconv.runtime.bundle import Bundle
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.files import read_json
+from mlxconv.runtime.headers import MAX_HEADER_BYTES
 from mlxconv.runtime.hub.bundles import HubBundle, is_hub_bundle
 from mlxconv.runtime.hub.download import (
     Remote,
@@ -30,7 +31,6 @@ from mlxconv.runtime.hub.download import (
 from mlxconv.runtime.hub.names import HubName, hub_name
 
 from .checkpoint import INDEX_NAMES, LOOSE, Checkpoint, listed_components, open_checkpoint
-from .safetensors_io import MAX_HEADER_BYTES
 from .weight_files import choose_files, has_weights
 
 # What is fetched beside weights: configurations, tokenizers' vocabularies, chat templates.

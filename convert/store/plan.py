@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 import mlx.core as mx
 import numpy as np
 
+from mlxconv.runtime.dtypes import BY_MLX, BY_NAME, SHORT_NAMES
 from mlxconv.runtime.errors import MlxconvError
-from mlxconv.runtime.program.program import Parameter
+from mlxconv.runtime.program.program import Parameter, stored_axes
 
 from ..quantize.policy import (
     Decision,
@@ -23,19 +24,11 @@ from ..quantize.policy import (
 from ..quantize.policy import Parameter as PolicyParameter
 from ..source.checkpoint import Component, StoredTensor
 from ..source.floats import KINDS, cast, count_not_finite
-from ..source.safetensors_io import DTYPES
 from ..source.weight_files import scale_beside
 from .writer import Group, Output, Part, array_bytes, pass_through, single
 
-_CODES = {
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "int32": "I32",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 _EXACT = ("int32", "uint8", "bool")
+_STORED = (*SHORT_NAMES.values(), *_EXACT)
 _INTEGERS = {"int64": "int32", "int16": "int32", "int8": "int32"}
 # Bytes read at a time, and worked on at a time, so that they stay in a core's cache.
 _READ = 4 << 20
@@ -94,11 +87,11 @@ def _check_kind(
     Integers may be stored as floats, as some checkpoints do: `_converted` checks their values.
     """
     wanted = _INTEGERS.get(parameter.dtype, parameter.dtype)
-    if wanted != "compute" and wanted not in _CODES:
+    if wanted != "compute" and wanted not in _STORED:
         raise MlxconvError(
-            f"{name}: the model holds it as {wanted}; a bundle stores {', '.join(_CODES)}"
+            f"{name}: the model holds it as {wanted}; a bundle stores {', '.join(_STORED)}"
         )
-    dtype = DTYPES[stored.dtype][1]
+    dtype = stored.read_as
     exact = wanted in _EXACT and dtype != mx.complex64
     if exact or mx.issubdtype(dtype, mx.floating):
         return
@@ -146,7 +139,7 @@ def _group(
 ) -> Group:
     if precision.quantized:
         return _quantized(name, stored, precision, method, count)
-    code = _CODES[precision.dtype]
+    code = BY_NAME[precision.dtype].code
     output = Output(name, parameter.stored_shape, code)
     if parameter.kind not in ("conv", "conv_transpose"):
         if code == stored.dtype:
@@ -158,19 +151,13 @@ def _group(
 
 def to_stored(value: mx.array, kind: str) -> mx.array:
     """A tensor in PyTorch's layout as the bundle stores it."""
-    axes = tuple(range(2, value.ndim))
-    if kind == "conv":
-        return value.transpose(0, *axes, 1)
-    return value.transpose(1, *axes, 0) if kind == "conv_transpose" else value
+    return value.transpose(stored_axes(kind, value.ndim))
 
 
 def from_stored(value: mx.array, kind: str) -> mx.array:
     """A tensor of the bundle in PyTorch's layout."""
-    last = value.ndim - 1
-    axes = tuple(range(1, last))
-    if kind == "conv":
-        return value.transpose(0, last, *axes)
-    return value.transpose(last, 0, *axes) if kind == "conv_transpose" else value
+    axes = stored_axes(kind, value.ndim)
+    return value.transpose([axes.index(axis) for axis in range(value.ndim)])
 
 
 def _read_chunks(stored: StoredTensor) -> Iterator[memoryview]:
@@ -196,7 +183,7 @@ def _converted(
     stored: StoredTensor, kind: str, dtype: str, count: Callable[[int], None]
 ) -> mx.array:
     read = to_stored(stored.read(), kind)
-    value = read.astype(getattr(mx, dtype + "_" * (dtype == "bool")))
+    value = read.astype(BY_NAME[dtype].mlx)
     if dtype in _EXACT and not mx.array_equal(value.astype(read.dtype), read):
         raise MlxconvError(
             f"{stored.file}: {stored.name!r} is {stored.dtype} and has values that are not exact "
@@ -207,8 +194,7 @@ def _converted(
 
 
 def _array_not_finite(value: mx.array) -> int:
-    codes = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16"}
-    return count_not_finite(array_bytes(value), codes.get(value.dtype, ""))
+    return count_not_finite(array_bytes(value), BY_MLX[value.dtype].code)
 
 
 def _quantized(

@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxconv.runtime.bundle import read_json
+from mlxconv.runtime.dtypes import BY_CODE
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.exec.weights import INDEX_FILE, Quantization, Specs
 from mlxconv.runtime.program.program import Parameter
@@ -27,7 +28,6 @@ from ..source.checkpoint import (
     tied_weights,
 )
 from ..source.floats import KINDS
-from ..source.safetensors_io import DTYPES
 from ..store.bundle_files import bundle_tensors
 from ..store.plan import to_stored
 from .metrics import Sums
@@ -100,7 +100,7 @@ def audit(
 
 def _is_zero(source: StoredTensor) -> bool:
     """Whether a tensor of floats is zero throughout; of most the first bytes answer."""
-    bits = {2: np.uint16, 4: np.uint32}.get(DTYPES[source.dtype][0])
+    bits = {2: np.uint16, 4: np.uint32}.get(BY_CODE[source.dtype].size)
     return source.dtype in KINDS and not any(
         (np.frombuffer(chunk, bits) << 1).any()  # without the sign
         for chunk in source.chunks(_FIRST)

@@ -1,7 +1,6 @@
 """A component's weights, read lazily from its files: dense arrays and quantized matrices."""
 
 import json
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import MlxconvError
 from ..files import is_plain, read_text
+from ..headers import read_header
 from ..ops import dtype_of, on_cpu
 from ..program.program import CONSTANTS_FILE, Parameter
 
@@ -25,7 +25,6 @@ _QUANTIZATIONS = {
     ("nvfp4", 16, 4),
     *(("affine", group, bits) for group in (32, 64, 128) for bits in (2, 3, 4, 5, 6, 8)),
 }
-_HEADER = 100_000_000  # bytes, the limit of the format
 INDEX_FILE = f"{WEIGHTS_STEM}.safetensors.index.json"
 
 
@@ -336,38 +335,10 @@ def _stored(dtype: str) -> str:
 def check_whole(file: Path) -> None:
     """MlxconvError when a safetensors file is missing, cut short, or has no readable header.
 
-    MLX itself notices a short file only when the tensor behind the cut is evaluated.
+    MLX itself notices a short file only when the tensor behind the cut is evaluated, and believes
+    its shapes and offsets.
     """
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length)) if length < min(size, _HEADER) else {"": {}}
-        ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
-    except OSError as error:
-        raise MlxconvError(
-            f"{file}: {error.strerror}; the bundle is incomplete, copy it again"
-        ) from error
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        IndexError,
-        AttributeError,
-        RecursionError,
-        struct.error,
-    ) as error:
-        raise MlxconvError(f"{file}: no safetensors header; copy the bundle again") from error
-    expected = 8 + length + max(ends, default=0)
-    if size != expected:
-        raise MlxconvError(
-            f"{file}: has {size} bytes, its header says {expected}; copy the bundle again"
-        )
-    try:
-        with safe_open(str(file), framework="numpy"):  # shapes, offsets: MLX believes them
-            pass
-    except (OSError, SafetensorError) as error:
-        raise MlxconvError(f"{file}: {error}; copy the bundle again") from error
+    read_header(file, "copy the bundle again")
 
 
 def _load(file: Path) -> dict[str, mx.array]:

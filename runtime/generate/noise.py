@@ -23,16 +23,12 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from ..dtypes import BY_NAME
 from ..errors import MlxconvError
 
 Array: TypeAlias = NDArray[Any]
 
-_DTYPES = {
-    "float32": mx.float32,
-    "bfloat16": mx.bfloat16,
-    "float16": mx.float16,
-    "float64": mx.float64,
-}
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _HALF = ("bfloat16", "float16")
 _BLOCK = 16  # normal_fill: 8 radii, then 8 angles
 _CHUNK = 1 << 16  # values transformed at once: at 2**24 values twice as fast as without
@@ -142,7 +138,7 @@ def _to_mlx(values: Array, shape: Sequence[int], dtype: str) -> mx.array:
     """Rounded to nearest even; by way of float32, as torch's conversions from double are."""
     if dtype != "float64":
         values = values.astype(np.float32, copy=False)
-    return mx.array(values.reshape(shape), dtype=_DTYPES[dtype])
+    return mx.array(values.reshape(shape), dtype=BY_NAME[dtype].mlx)
 
 
 def _box_muller64(uniforms: Array) -> Array:

@@ -7,12 +7,11 @@ named like a function of `mlx.core`, it is that function.
 
 from . import creation, elementwise, images, indexing, norms, products, reductions, shapes
 from .limits import limited, limits_of, problem
-from .registry import DTYPES, OPS, Number, Value, dtype_of, on_cpu, op
+from .registry import OPS, Number, Value, dtype_of, on_cpu, op
 
 OPS.update({name: limited(function, name) for name, function in OPS.items()})
 
 __all__ = [
-    "DTYPES",
     "OPS",
     "Number",
     "Value",

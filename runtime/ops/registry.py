@@ -6,23 +6,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..dtypes import BY_MLX, BY_NAME
 from ..errors import MlxconvError
 
 Number = int | float
 Value = mx.array | Number
-
-DTYPES: dict[str, mx.Dtype] = {
-    "float64": mx.float64,
-    "float32": mx.float32,
-    "float16": mx.float16,
-    "bfloat16": mx.bfloat16,
-    "int32": mx.int32,
-    "int64": mx.int64,
-    "uint8": mx.uint8,
-    "uint32": mx.uint32,
-    "bool": mx.bool_,
-    "complex64": mx.complex64,
-}
 
 OPS: dict[str, Callable[..., Any]] = {}
 
@@ -35,9 +23,11 @@ def op(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def dtype_of(name: str) -> mx.Dtype:
     """The MLX dtype called `name`. (`compute` is replaced by the executor when it binds.)"""
-    if name not in DTYPES:
-        raise MlxconvError(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
-    return DTYPES[name]
+    found = BY_NAME.get(name)
+    if found is None or BY_MLX[found.mlx] is not found:
+        known = ", ".join(dtype.name for dtype in BY_MLX.values())
+        raise MlxconvError(f"unknown dtype {name!r}; known: {known}")
+    return found.mlx
 
 
 def on_cpu() -> bool:

@@ -119,6 +119,14 @@ class Entry(Body):
         return frozenset((paths[name], axis) for name, axis in read)
 
 
+def stored_axes(kind: str, rank: int) -> tuple[int, ...]:
+    """PyTorch's axis at each axis of a stored weight: convolutions are channels-last."""
+    if rank < 2 or kind not in ("conv", "conv_transpose"):
+        return tuple(range(rank))
+    out, channels = (0, 1) if kind == "conv" else (1, 0)
+    return (out, *range(2, rank), channels)
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """A weight the program reads. `shape` is PyTorch's; `dtype` is `compute` or a dtype's name.
@@ -134,12 +142,7 @@ class Parameter:
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape in the bundle: convolutions are channels-last (out, *kernel, in)."""
-        shape = self.shape
-        if self.kind == "conv" and len(shape) > 1:
-            return (shape[0], *shape[2:], shape[1])
-        if self.kind == "conv_transpose" and len(shape) > 1:
-            return (shape[1], *shape[2:], shape[0])
-        return shape
+        return tuple(self.shape[axis] for axis in stored_axes(self.kind, len(self.shape)))
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Rows: products, attention and convolutions."""
 
 from mlxconv.runtime.errors import MlxconvError
-from mlxconv.runtime.program.program import Arg, Weight
+from mlxconv.runtime.program.program import Arg, Weight, stored_axes
 
 from .builder import Builder, int_per_axis, lowers, per_axis
 
@@ -63,33 +63,15 @@ def _attention(
     return b.emit("attention", q=q, k=k, v=v, mask=mask, scale=scale, causal=causal)
 
 
-def _convolve(
-    b: Builder,
-    x: Arg,
-    weight: Arg,
-    bias: Arg,
-    stride: Arg,
-    padding: Arg,
-    dilation: Arg,
-    groups: Arg,
-) -> Arg:
+def _convolve(b: Builder, op: str, x: Arg, weight: Arg, bias: Arg, settings: dict[str, Arg]) -> Arg:
     axes = b.rank(weight) - 2
     batched = b.rank(x) == axes + 2
     if not batched:
         x = b.emit("expand_dims", x=x, axis=0)
-    if not (isinstance(weight, Weight) and b.kinds.get(weight.name) == "conv"):
-        weight = b.emit("transpose", x=weight, axes=(0, *range(2, axes + 2), 1))
-    stride, padding, dilation = (per_axis(v, axes) for v in (stride, padding, dilation))
-    y = b.emit(
-        "conv",
-        x=x,
-        weight=weight,
-        bias=bias,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-    )
+    if not (isinstance(weight, Weight) and b.kinds.get(weight.name) == op):
+        weight = b.emit("transpose", x=weight, axes=stored_axes(op, axes + 2))
+    settings = {k: v if k == "groups" else per_axis(v, axes) for k, v in settings.items()}
+    y = b.emit(op, x=x, weight=weight, bias=bias, **settings)
     return y if batched else b.emit("squeeze", x=y, axes=(0,))
 
 
@@ -108,7 +90,8 @@ def _conv(
         x, padding = _same_padding(b, x, weight, dilation)
     elif padding == "valid":
         padding = 0
-    return _convolve(b, x, weight, bias, stride, padding, dilation, groups)
+    settings = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    return _convolve(b, "conv", x, weight, bias, settings)
 
 
 def _same_padding(b: Builder, x: Arg, weight: Arg, dilation: Arg) -> tuple[Arg, Arg]:
@@ -135,22 +118,11 @@ def _conv_transpose(
     groups: Arg = 1,
     dilation: Arg = 1,
 ) -> Arg:
-    axes = b.rank(weight) - 2
-    batched = b.rank(x) == axes + 2
-    if not batched:
-        x = b.emit("expand_dims", x=x, axis=0)
-    if not (isinstance(weight, Weight) and b.kinds.get(weight.name) == "conv_transpose"):
-        weight = b.emit("transpose", x=weight, axes=(1, *range(2, axes + 2), 0))
-    settings = [per_axis(v, axes) for v in (stride, padding, output_padding, dilation)]
-    y = b.emit(
-        "conv_transpose",
-        x=x,
-        weight=weight,
-        bias=bias,
-        stride=settings[0],
-        padding=settings[1],
-        output_padding=settings[2],
-        groups=groups,
-        dilation=settings[3],
-    )
-    return y if batched else b.emit("squeeze", x=y, axes=(0,))
+    settings = {
+        "stride": stride,
+        "padding": padding,
+        "output_padding": output_padding,
+        "groups": groups,
+        "dilation": dilation,
+    }
+    return _convolve(b, "conv_transpose", x, weight, bias, settings)

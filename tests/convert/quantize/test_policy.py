@@ -17,7 +17,6 @@ from mlxconv.convert.quantize.policy import (
     Quantized,
     affine,
     check_patterns,
-    dequantize,
     fit_group,
     guard_flush,
     layout,
@@ -309,7 +308,7 @@ def test_the_stored_parts_have_the_layout_that_was_announced(method: str) -> Non
 
 def group_errors(result: Quantized, weight: mx.array) -> np.ndarray:
     exact = np.array(weight.astype(mx.float32), dtype=np.float64)
-    error = (np.array(dequantize(result), dtype=np.float64) - exact) ** 2
+    error = (np.array(result.dequantized(), dtype=np.float64) - exact) ** 2
     return error.reshape(-1, result.precision.group_size or 0).sum(1)
 
 
@@ -359,14 +358,14 @@ def test_packed_codes_survive_dequantization_exactly(bits: int) -> None:
     codes.reshape(-1, 32)[:, 0], codes.reshape(-1, 32)[:, -1] = 0, 2**bits - 1
     for method in ("rtn", "refit"):
         result = quantize(mx.array(codes), affine(bits, 32), method)
-        assert dequantize(result).tolist() == codes.tolist()
+        assert result.dequantized().tolist() == codes.tolist()
 
 
 @pytest.mark.parametrize("method", ["rtn", "refit", "search"])
 @pytest.mark.parametrize("bits", AFFINE_BITS)
 def test_zeros_stay_zeros_and_constants_stay_constant(bits: int, method: str) -> None:
     weight = mx.concatenate([mx.zeros((1, 128)), mx.full((1, 128), 0.5)]).astype(mx.bfloat16)
-    result = dequantize(quantize(weight, affine(bits), method))
+    result = quantize(weight, affine(bits), method).dequantized()
     assert result.tolist() == weight.tolist()
 
 
@@ -374,9 +373,9 @@ def test_zeros_stay_zeros_and_constants_stay_constant(bits: int, method: str) ->
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_group_with_nan_or_infinity_stays_visible_and_alone(method: str, bad: float) -> None:
     weight = gaussian(2, 128)
-    clean = dequantize(quantize(weight, affine(4), method))
+    clean = quantize(weight, affine(4), method).dequantized()
     weight[1, 70] = bad
-    result = dequantize(quantize(weight, affine(4), method))
+    result = quantize(weight, affine(4), method).dequantized()
     assert not mx.isfinite(result[1, 64:]).any()
     assert result[0].tolist() == clean[0].tolist()
     assert result[1, :64].tolist() == clean[1, :64].tolist()
