@@ -20,6 +20,7 @@ from tqdm import tqdm
 from mlxconv.runtime.bundle import MANIFEST
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.exec.weights import WEIGHTS_STEM
+from mlxconv.runtime.files import write_json
 from mlxconv.runtime.generate.families import FAMILIES
 from mlxconv.runtime.generate.options import several, spelled_out
 from mlxconv.runtime.hub.names import hub_name
@@ -39,10 +40,10 @@ from .store.bundle_files import (
     component_config,
     copy_rest,
     quantization_table,
-    write_json,
 )
 from .store.bundle_folder import atomic_folder, check_target, settle
-from .store.jobs import Job, Options, Run, bundle_bytes, check_options, prepare
+from .store.jobs import bundle_bytes, check_options, prepare
+from .store.options import Job, Options, Run
 from .store.resume import fingerprint, unfinished_folder, unfinished_path
 from .store.unread import unread_tensors
 from .store.writer import Saved, read_back, write_weights

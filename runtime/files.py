@@ -54,6 +54,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+def write_json(path: Path, data: Any) -> None:
+    """Indented, with a final newline; keys keep their order."""
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def read_text(path: Path) -> str:
     """A text file of at most MAX_TEXT bytes. MlxconvError names it, and what is wrong."""
     try:

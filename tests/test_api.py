@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import mlxconv
-from mlxconv.convert.store.jobs import Options
+from mlxconv.convert.store.options import Options
 from mlxconv.runtime.bundle import LoadedComponent
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.exec.executor import Executor

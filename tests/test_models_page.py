@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlxconv.convert.catalog.figures import PRECISIONS
+from mlxconv.convert.catalog.models_page import page
 from mlxconv.convert.catalog.real_size import published, read_rows
 from mlxconv.convert.catalog.supported import Supported, supported_models
 from mlxconv.convert.recipe.recipe import load_recipe, recipe_names
@@ -16,7 +17,8 @@ ROOT = Path(__file__).parent.parent
 
 def test_the_page_is_what_the_command_prints() -> None:
     text = (ROOT / "docs" / "MODELS.md").read_text(encoding="utf-8")
-    assert text == supported_models().as_markdown(), (
+    found = supported_models()
+    assert text == page(found.models, found.measured_with), (
         "run: mlxconv models --markdown > docs/MODELS.md"
     )
 

@@ -85,6 +85,35 @@ def test_the_rule_finds_what_breaks_it(file: str, line: str) -> None:
     assert len(wrong(Path(file), line)) == 1
 
 
+def circles(uses: dict[str, set[str]]) -> list[list[str]]:
+    """The largest groups of modules that import each other, directly or through others."""
+    reach = {module: set(found) for module, found in uses.items()}
+    for middle in uses:
+        for found in reach.values():
+            if middle in found:
+                found |= reach[middle]
+    groups = {frozenset(m for m in reach[one] if one in reach[m]) for one in uses}
+    return sorted(sorted(group) for group in groups if group)
+
+
+def module_of(file: Path) -> str:
+    return str(file.with_suffix("")).removesuffix("/__init__")
+
+
+def test_no_files_import_each_other() -> None:
+    modules = {module_of(file) for file in FILES}
+    uses = {
+        module_of(file): imported(file, (ROOT / file).read_text(encoding="utf-8")) & modules
+        for file in FILES
+    }
+    assert circles(uses) == []
+
+
+def test_circles_are_found() -> None:
+    uses = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
+    assert circles(uses) == [["b", "c"], ["d", "e"]]
+
+
 def test_the_runtime_names_nothing_of_the_converter() -> None:
     named = [
         str(file)

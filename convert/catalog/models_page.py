@@ -6,10 +6,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .supported import Supported
+from .supported import Supported
 
 KINDS = ("denoiser", "autoencoder", "text encoder", "adapter")
 UNSUPPORTED = "unsupported.json"  # beside the recipes: class -> reason

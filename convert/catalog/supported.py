@@ -56,12 +56,6 @@ class SupportedModels:
             ],
         }
 
-    def as_markdown(self) -> str:
-        """The page docs/MODELS.md."""
-        from .models_page import page
-
-        return page(self.models, self.measured_with)
-
     def as_text(self) -> str:
         """A table for people: worst figure over the configurations of each class."""
         with_ = " ".join(f"{k} {v}" for k, v in self.measured_with.items())

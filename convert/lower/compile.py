@@ -30,7 +30,7 @@ from ..source.model_class import constructing, named_config
 if TYPE_CHECKING:
     import torch
 
-    from ..trace.export import Traced
+    from ..trace.traced import Traced
 
 Size = tuple[int, int]  # pixels, width and height
 

@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program.program import Arg, Entry, Input, Parameter, Ref, Weight, weights
 
-from ..trace.export import Traced
 from ..trace.repeats import chunked
 from ..trace.targets import is_ignored, target_name
+from ..trace.traced import Traced
 from .aten.builder import TABLE, Builder, Lowering, lowers, module_path, row_name
 
 __all__ = [

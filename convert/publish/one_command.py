@@ -13,7 +13,7 @@ from ..inspection import inspect
 from ..report import ComponentReport, ConvertReport
 from ..source.source_card import Origin, origin_of, published_root, read_source_card
 from ..store.bundle_folder import check_target
-from ..verify.record import measure
+from ..verify.verify import measure
 from .licence import licence_of
 from .preflight import Destination, prepare
 from .publish import Say, Wishes, facts_of, looked_at, publish, remote_facts

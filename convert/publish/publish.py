@@ -10,7 +10,7 @@ from typing import Any
 
 from mlxconv.runtime.bundle import MANIFEST, Bundle, open_bundle
 from mlxconv.runtime.errors import MlxconvError
-from mlxconv.runtime.files import format_bytes, whole
+from mlxconv.runtime.files import format_bytes, whole, write_json
 from mlxconv.runtime.hub.download import open_remote
 from mlxconv.runtime.hub.errors import Unreachable
 from mlxconv.runtime.hub.names import HubName
@@ -23,8 +23,8 @@ from ..source.source_card import (
     front_matter,
     origin_of,
 )
-from ..store.bundle_files import write_json
-from ..verify.record import PARITY_FILE, Measured, covered, measure, read_parity, write_whole
+from ..verify.record import PARITY_FILE, Measured, covered, read_parity, write_whole
+from ..verify.verify import measure
 from .card import MARK, make_card
 from .card_facts import card_facts, read_sample
 from .licence import NOTICE_FILE, Given, Licence, licence_of, notice_text

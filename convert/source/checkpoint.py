@@ -11,14 +11,9 @@ from typing import Any
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.files import read_json
 
+from .class_config import constructor_config, transformers_config
 from .keys import KeyMatch, match_keys, tied_weights
-from .model_class import (
-    constructor_config,
-    current_class_name,
-    find_class,
-    named_class,
-    transformers_config,
-)
+from .model_class import current_class_name, find_class, named_class
 from .safetensors_io import StoredTensor
 from .weight_files import Stamp, file_names, has_weights, read_weights
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterable
@@ -16,14 +15,10 @@ from ..quantize.policy import Decision, Precision
 from ..source.checkpoint import Checkpoint
 from ..source.safetensors_io import StoredTensor, read_header
 from ..source.source_card import LICENCE_FILE, published_root
+from .tokenizers import listed_class, write_tokenizer
 
 BUNDLE_FORMAT = "mlxconv-bundle"
 BUNDLE_VERSION = 1
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Indented, with a final newline; keys keep their order."""
-    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def bundle_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -78,8 +73,6 @@ def component_config(
 
 def copy_rest(checkpoint: Checkpoint, out: Path, warn: list[str]) -> None:
     """Everything that is not a component: scheduler, tokenizers (as tokenizer.json), licences."""
-    from .tokenizers import listed_class, write_tokenizer
-
     for file in (*checkpoint.loose_files, *published_root(checkpoint.path).iterdir()):
         if LICENCE_FILE.fullmatch(file.name) and file.is_file():
             shutil.copyfile(file, out / file.name)

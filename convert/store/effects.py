@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from mlxconv.runtime.errors import MlxconvError
 
 from ..quantize.policy import Decision, Precision, matches
-
-if TYPE_CHECKING:
-    from ..source.checkpoint import Component
-    from .jobs import Job, Options
+from .options import Job, Options, is_vae
 
 
 def check_effects(options: Options, jobs: Mapping[str, Job]) -> None:
@@ -67,8 +63,3 @@ def _check_set(option: str, pattern: str, asked: Precision, decisions: list[Deci
         f"{option} has no effect on any of the {len(found)} weights that it matches, such as "
         f"{found[0].name}: {why}; leave it out, or match linear weights"
     )
-
-
-def is_vae(component: Component) -> bool:
-    """Whether `--vae-q` is for this component."""
-    return "autoencoder" in component.class_name.lower() or component.name.startswith("vae")

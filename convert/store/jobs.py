@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from mlxconv.runtime.errors import ArgumentError, MlxconvError
 from mlxconv.runtime.files import format_bytes
 from mlxconv.runtime.program.program import Parameter, to_json
 
-from ..lower.compile import Compiled, Size, compile_program, module_parameters
+from ..lower.compile import compile_program, module_parameters
 from ..lower.program_cache import Analysis, entry_key, read_entry, write_entry
 from ..quantize.policy import (
     Policy,
@@ -32,10 +32,12 @@ from ..source.checkpoint import (
     merged_config,
     tied_weights,
 )
-from ..source.model_class import named_config, unknown_keys
+from ..source.class_config import unknown_keys
+from ..source.model_class import named_config
 from .bundle_files import refuse_nested
-from .effects import check_effects, is_vae
-from .plan import Plan, make_plan
+from .effects import check_effects
+from .options import Job, Options, Run, is_vae
+from .plan import make_plan
 from .unread import refuse_unread, unread_tensors, with_unused
 
 # What `target_size` chooses from, the most precise first.
@@ -43,62 +45,6 @@ BY_PRECISION = ("bf16", "8bit", "6bit", "5bit", "4bit", "3bit", "2bit")
 # Bytes beside the tensors: of each one's entries in header and index, beside three times its
 # name, and of the small files of a component.
 _ENTRY_BYTES, _OTHER_BYTES = 160, 16_000
-
-
-@dataclass(frozen=True)
-class Options:
-    """The arguments of `convert`; the CLI's options have the same names."""
-
-    q: str = "bf16"
-    group_size: int | None = None
-    components: tuple[str, ...] = ()
-    text_encoder_q: str | None = None
-    vae_q: str | None = None
-    keep: tuple[str, ...] = ()
-    set: tuple[tuple[str, str], ...] = ()
-    sizes: tuple[Size, ...] = ()
-    recipe: Path | None = None
-    model_class: str | None = None
-    method: str = "refit"
-    target_size: float | None = None
-    variant: str | None = None
-    weights_only: bool = False
-    force: bool = False
-    dry_run: bool = False
-    trace: bool = False  # in a dry run too
-    revision: str | None = None
-    verify_checksums: bool = False
-    low_disk: bool = False
-    allow_unused: bool = False
-
-
-@dataclass
-class Job:
-    """One component on its way: what is known before anything is written."""
-
-    component: Component
-    config: dict[str, Any]
-    recipe: Recipe | None
-    compiled: Compiled | None
-    match: KeyMatch
-    parameters: dict[str, Parameter]
-    found: dict[str, str]
-    policy: Policy
-    plan: Plan
-    note: str = ""
-    derived: str = ""  # the recipe's text, where it was derived
-
-
-@dataclass
-class Run:
-    """A conversion: its options, and what it learned on the way."""
-
-    checkpoint: Checkpoint
-    options: Options
-    recipe: Recipe | None
-    warnings: list[str] = field(default_factory=list)
-    say: Callable[[str], None] = lambda text: None
-    use_cache: bool = False  # of programs, see `program_cache`
 
 
 def prepare(run: Run) -> dict[str, Job]:

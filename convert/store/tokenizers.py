@@ -10,10 +10,10 @@ import numpy as np
 
 from mlxconv.runtime.bundle import read_json
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.files import write_json
 from mlxconv.runtime.generate.tokens import TextTokenizer
 
 from ..source.checkpoint import Checkpoint
-from .bundle_files import write_json
 
 _CONFIG = "tokenizer_config.json"
 TOKENIZER_FILE = "tokenizer.json"

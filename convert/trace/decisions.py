@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -33,9 +33,7 @@ from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program.program import MAX_TEXT
 
 from ..recipe.recipe import evaluate
-
-if TYPE_CHECKING:
-    from .export import TracedInput
+from .traced import TracedInput
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)

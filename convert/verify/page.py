@@ -31,11 +31,11 @@ from ..lower.program_cache import versions
 from ..report import human_count
 from ..source.checkpoint import Checkpoint
 from .metrics import Array, Row, decibels
+from .parity_report import ParityReport
 from .plots import Point, Series, log_plot
 
 if TYPE_CHECKING:
     from .pictures import Compared
-    from .verify import ParityReport
 
 # The colours of matplotlib's "inferno", from no difference to the largest.
 _HEAT = ((0, 0, 4), (87, 16, 110), (188, 55, 84), (249, 142, 9), (252, 255, 164))

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mlxconv.runtime.bundle import Bundle, fingerprint, open_bundle, read_json
-from mlxconv.runtime.exec.executor import MEMORY_BYTES
+from mlxconv.runtime.bundle import Bundle, fingerprint, read_json
 from mlxconv.runtime.files import whole
-from mlxconv.runtime.hub.names import hub_name
 from mlxconv.runtime.machine import described
 
-from ..inspection import inspect
-from ..source.source_card import origin_of
-
-if TYPE_CHECKING:
-    from .verify import ParityReport
+from .metrics import Row
+from .parity_report import ParityReport
 
 PARITY_FILE = "parity.json"
 _FORMAT, _VERSION = "mlxconv-parity", 1
@@ -58,36 +53,6 @@ def save_parity(bundle: Bundle, report: ParityReport, source: str) -> Path:
     return file
 
 
-def measure(bundle: Path, source: str, *, known: bool = False, **options: Any) -> ParityReport:
-    """Verify a bundle against its source and keep the figures in it.
-
-    known: figures that it has already, of these very files and passed, will do. `options` are
-    those of `verify`. Models of more than a quarter of the memory are streamed. A source on the
-    Hub is taken at the commit that was converted.
-    """
-    from .verify import verify
-
-    held = open_bundle(bundle)
-    manifest = held.manifest
-    found = saved_report(held) if known else None
-    if found is not None:
-        return found
-    largest = max(part.parameters for part in inspect(held.path).components.values())
-    streamed = {"stream": True} if 4 * largest > MEMORY_BYTES / 4 else {}
-    report = verify(bundle, _without_revision(source), **{**streamed, **options})
-    origin = origin_of(str(manifest["source"]), manifest["revision"], manifest.get("base_model"))
-    save_parity(held, report, origin.label)
-    return report
-
-
-def _without_revision(source: str) -> str:
-    """A Hub source without the branch that its name says: the converted commit counts."""
-    name = hub_name(source)
-    if name is None or name.revision is None:
-        return source
-    return f"hf://{replace(name, revision=None)}"
-
-
 def read_parity(bundle: Bundle) -> Measured:
     """What was measured on this bundle; figures of other files are not figures of these."""
     file = bundle.path / PARITY_FILE
@@ -109,9 +74,6 @@ def saved_report(bundle: Bundle) -> ParityReport | None:
     measured = read_parity(bundle)
     if not measured.passed or measured.rows is None:
         return None
-    from .metrics import Row
-    from .verify import ParityReport
-
     rows = [Row(**row) for row in measured.rows]
     return ParityReport(str(bundle.path), str(bundle.manifest["source"]), measured.seed, rows)
 

@@ -6,15 +6,15 @@ Metrics, for a result a and its reference b over all outputs together: `max_abs`
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxconv.runtime.bundle import Bundle, is_bundle, open_bundle, read_json
 from mlxconv.runtime.errors import ArgumentError, MlxconvError
+from mlxconv.runtime.exec.executor import MEMORY_BYTES
 from mlxconv.runtime.exec.weights import weight_map
 from mlxconv.runtime.generate.options import several
 from mlxconv.runtime.hub.bundles import is_hub_bundle
@@ -22,90 +22,27 @@ from mlxconv.runtime.hub.download import open_remote
 from mlxconv.runtime.hub.names import hub_name
 from mlxconv.runtime.program.program import PROGRAM_FILE, Parameter, load_program
 
+from ..inspection import inspect
 from ..lower.compile import module_parameters
 from ..recipe.recipe import Recipe, bundle_recipe, load_recipe_file
-from ..report import describe_unread
 from ..source.checkpoint import Checkpoint, Component, component_class, merged_config
 from ..source.hub import Asked, is_recorded_source, opened, recorded_source, shown_name
 from ..source.model_class import named_config, recorded_class
+from ..source.source_card import origin_of
 from .bundles import bundle_rows
 from .coverage import not_covered, pixel_dims, sizes_of
 from .forward import Case, compare_entries
-from .metrics import Row, decibels, make_row
+from .metrics import Row, make_row
+from .parity_report import ParityReport as ParityReport
+from .record import save_parity, saved_report
 from .tokens import tokenizer_rows
 from .weights import Audit, audit
 
 if TYPE_CHECKING:
-    from .pictures import Compared, PipelineCase
+    from .pictures import PipelineCase
 
 PIPELINE_TIERS = ("trajectory", "image")
 TIERS = ("forward", "block", *PIPELINE_TIERS)
-
-
-@dataclass
-class ParityReport:
-    """All rows, for each component that failed where its error begins, and pipelines' results."""
-
-    bundle: str
-    source: str
-    seed: int
-    tiers: list[Row] = field(default_factory=list)
-    begins_at: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    sizes: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)  # of each entry
-    unused: dict[str, list[str]] = field(default_factory=dict)  # read by nothing, by component
-    generated: dict[str, Any] | None = None  # how pictures were asked for
-    compared: list[Compared] = field(default_factory=list, repr=False)
-    judged: bool = True  # two bundles without a threshold are not
-
-    def __repr__(self) -> str:
-        verdict = "PASSED" if self.passed else "FAILED"
-        return f"<ParityReport {self.bundle}: {verdict}, {len(self.tiers)} rows>"
-
-    @property
-    def passed(self) -> bool:
-        """Whether every row passed; a report without rows did not."""
-        return bool(self.tiers) and all(row.passed for row in self.tiers)
-
-    def as_json(self) -> dict[str, Any]:
-        """What `verify --json` prints; numbers that are not finite become null."""
-        rows = [{k: _json_number(v) for k, v in asdict(row).items()} for row in self.tiers]
-        return {
-            "passed": self.passed,
-            "bundle": self.bundle,
-            "source": self.source,
-            "seed": self.seed,
-            "tiers": rows,
-            "begins_at": self.begins_at,
-            "notes": self.notes,
-            "sizes": self.sizes,
-            "unused": self.unused,
-            "generated": self.generated,
-        }
-
-    def as_text(self) -> str:
-        """A table for people; the verdict is its last line."""
-        head = f"{'component':<16}{'tier':<11}{'name':<34}{'rel_l2':>10}{'max_rel':>10}{'dB':>7}"
-        lines = [f"{head}{'limit':>10}  result"]
-        for row in self.tiers:
-            limit = "" if row.threshold is None else f"{row.threshold:.1e}"
-            psnr = "" if row.psnr_db is None else f"PSNR {decibels(row.psnr_db, ' dB')}"
-            verdict = "FAILED" if not row.passed else "ok" if row.judged and self.judged else ""
-            result = "  ".join(filter(None, (verdict, psnr, row.note)))
-            lines.append(
-                f"{row.component:<16}{row.tier:<11}{row.name:<34}{row.rel_l2:>10.2e}"
-                f"{row.max_rel:>10.2e}{decibels(row.sqnr_db):>7}{limit:>10}  {result}"
-            )
-        lines += self.notes
-        lines += [describe_unread(unread, f"{name}: ") for name, unread in self.unused.items()]
-        lines += [f"{name}: the error begins at {at}" for name, at in self.begins_at.items()]
-        verdict = "PASSED" if self.passed else "FAILED"
-        lines.append(verdict if self.judged else "compared; --threshold REL_L2 judges")
-        return "\n".join(lines)
-
-
-def _json_number(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def verify(
@@ -240,9 +177,6 @@ def _is_bundle(source: str | Path) -> bool:
 
 def _remember(bundle: Bundle, report: ParityReport, against: str | Path) -> None:
     """Keep the figures in a bundle that was compared with its own source: `upload` shows them."""
-    from ..source.source_card import origin_of
-    from .record import save_parity
-
     manifest = bundle.manifest
     if bundle.remote is not None or not is_recorded_source(bundle, against):
         return
@@ -251,6 +185,34 @@ def _remember(bundle: Bundle, report: ParityReport, against: str | Path) -> None
         save_parity(bundle, report, origin.label)
     except MlxconvError as error:
         report.notes.append(f"not remembered: {error}")
+
+
+def measure(bundle: Path, source: str, *, known: bool = False, **options: Any) -> ParityReport:
+    """Verify a bundle against its source and keep the figures in it.
+
+    known: figures that it has already, of these very files and passed, will do. `options` are
+    those of `verify`. Models of more than a quarter of the memory are streamed. A source on the
+    Hub is taken at the commit that was converted.
+    """
+    held = open_bundle(bundle)
+    manifest = held.manifest
+    found = saved_report(held) if known else None
+    if found is not None:
+        return found
+    largest = max(part.parameters for part in inspect(held.path).components.values())
+    streamed = {"stream": True} if 4 * largest > MEMORY_BYTES / 4 else {}
+    report = verify(bundle, _without_revision(source), **{**streamed, **options})
+    origin = origin_of(str(manifest["source"]), manifest["revision"], manifest.get("base_model"))
+    save_parity(held, report, origin.label)
+    return report
+
+
+def _without_revision(source: str) -> str:
+    """A Hub source without the branch that its name says: the converted commit counts."""
+    name = hub_name(source)
+    if name is None or name.revision is None:
+        return source
+    return f"hf://{replace(name, revision=None)}"
 
 
 def _call(bundle: str | Path, against: str | Path) -> str:

@@ -19,8 +19,8 @@ from ..machine import described, peak_rss_bytes
 from .denoise import Progress
 from .options import Options
 from .phases import Listener, phase_table
-from .picture_files import again, check_target, read_record, records_of, save, summary
-from .pipeline import Pictures, load
+from .picture_files import Pictures, again, check_target, read_record, records_of, save, summary
+from .pipeline import load
 
 PHASES = ("load", "warmup", "encode", "prepare", "first_step", "steps", "preview", "decode")
 _UNITS = {"encode": "prompt", "steps": "step", "decode": "picture"}
@@ -198,7 +198,7 @@ def generate(
     with _shown(progress) as listener:
         image = None if preview is None else partial(_preview, preview)
         plan = pipeline.plan(Options(**asked, listener=listener, preview=image))
-        records = records_of(pipeline, plan)
+        records = records_of(pipeline.parts, pipeline.family, plan)
         if progress:
             print(summary(records), file=sys.stderr, flush=True)
         if warmup:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
@@ -15,10 +17,8 @@ from ..bundle import default_dtype, fingerprint
 from ..errors import ArgumentError, MlxconvError
 from ..files import whole
 from ..machine import described
-
-if TYPE_CHECKING:
-    from .families.family import Request
-    from .pipeline import Pipeline, Plan
+from .families.family import Family, Parts, Request
+from .plan import Plan
 
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 _KEY, _TEXT = "mlxconv", "parameters"  # PNG's text chunks: JSON, and the text that others write
@@ -37,10 +37,9 @@ _CALL: dict[str, type | tuple[type, ...]] = {
 Record = dict[str, Any]
 
 
-def records_of(pipeline: Pipeline, plan: Plan) -> list[Record]:
+def records_of(parts: Parts, family: Family, plan: Plan) -> list[Record]:
     """How each picture is made: `call` holds the keywords that make it again with the bundle."""
-    parts, family, options = pipeline.parts, pipeline.family, plan.options
-    bundle, machine = parts.bundle, described()
+    options, bundle, machine = plan.options, parts.bundle, described()
     activations = parts.dtype or default_dtype(parts.config(family.denoiser))
     weights = str(bundle.manifest["components"][family.denoiser].get("q")).split()[0]
     names = [*family.encoders, family.denoiser, "vae", "scheduler"]
@@ -246,3 +245,50 @@ def again(record: Record | None, given: Record) -> Record:
     if changed & _SPACINGS:
         changed |= _SPACINGS
     return {name: value for name, value in call.items() if name not in changed}
+
+
+@dataclass
+class Pictures:
+    """What a generation made, and how long its phases took, in seconds.
+
+    requests: one a picture, which made alone is the same; records: the same with all that decides
+    it, as `save` writes it into the files. seconds: `encode`, `prepare`,
+    `first_step`, `steps` (all others), `step_median`, `preview` where there was one, `decode` and
+    `total`.
+    """
+
+    images: list[Image.Image]
+    pixels: np.ndarray[Any, Any]  # (count, height, width, 3) float32 in 0 to 1
+    requests: list[Request]
+    records: list[Record]
+    seconds: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    weight_bytes: dict[str, int] = field(default_factory=dict)
+    peak_bytes: dict[str, int] = field(default_factory=dict)  # of MLX's memory, a phase
+
+    @property
+    def request(self) -> Request:
+        """That of the first picture."""
+        return self.requests[0]
+
+    @property
+    def seeds(self) -> list[int]:
+        """One a picture."""
+        return [request.seed for request in self.requests]
+
+    def save(self, out: str | Path) -> list[Path]:
+        """Write them as `out` (.png, .jpg or .webp; several with their seeds in the name, see
+        `target_names`), or into a folder; each file says how its picture was made."""
+        check_target(out)
+        files = target_names(out, self.records)
+        for file, image, record in zip(files, self.images, self.records, strict=True):
+            save(file, image, record)
+        return files
+
+    def __repr__(self) -> str:
+        one = self.request
+        return (
+            f"<Pictures: {len(self.requests)} of {one.width}x{one.height}, {one.steps} steps, "
+            f"seed {', '.join(map(str, self.seeds))}, "
+            f"{self.seconds.get('total', 0.0):.1f} s>"
+        )

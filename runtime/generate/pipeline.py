@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -17,7 +17,7 @@ from ..errors import ArgumentError, MlxconvError
 from ..exec.executor import COMPILE_MODES
 from ..exec.finite import check_finite
 from ..schedulers import Schedule, Scheduler, with_class
-from .decode import LinearDecoder, TinyDecoder, find_decoder, standing_in
+from .decode import LinearDecoder, find_decoder, standing_in
 from .denoise import Callback, LoopSettings, Noise, Progress, denoise
 from .families import family_of
 from .families.embeddings import embedded
@@ -26,79 +26,13 @@ from .guidance import Guided
 from .noise import Generator
 from .options import DIFFUSERS_NAMES, Options, takes
 from .phases import Phases
-from .picture_files import Record, check_target, records_of, target_names
-from .picture_files import save as save_picture
+from .picture_files import Pictures, records_of
+from .plan import Plan
 from .staging import Staged
 from .tiling import in_strips, work_of
 
 COMPILE = (*COMPILE_MODES, "all")
 _CFG = 4.0  # with a negative prompt, where none is asked for
-
-
-@dataclass
-class Pictures:
-    """What a generation made, and how long its phases took, in seconds.
-
-    requests: one a picture, which made alone is the same; records: the same with all that decides
-    it, as `save` writes it into the files. seconds: `encode`, `prepare`,
-    `first_step`, `steps` (all others), `step_median`, `preview` where there was one, `decode` and
-    `total`.
-    """
-
-    images: list[Image.Image]
-    pixels: np.ndarray[Any, Any]  # (count, height, width, 3) float32 in 0 to 1
-    requests: list[Request]
-    records: list[Record]
-    seconds: dict[str, float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    weight_bytes: dict[str, int] = field(default_factory=dict)
-    peak_bytes: dict[str, int] = field(default_factory=dict)  # of MLX's memory, a phase
-
-    @property
-    def request(self) -> Request:
-        """That of the first picture."""
-        return self.requests[0]
-
-    @property
-    def seeds(self) -> list[int]:
-        """One a picture."""
-        return [request.seed for request in self.requests]
-
-    def save(self, out: str | Path) -> list[Path]:
-        """Write them as `out` (.png, .jpg or .webp; several with their seeds in the name, see
-        `target_names`), or into a folder; each file says how its picture was made."""
-        check_target(out)
-        files = target_names(out, self.records)
-        for file, image, record in zip(files, self.images, self.records, strict=True):
-            save_picture(file, image, record)
-        return files
-
-    def __repr__(self) -> str:
-        one = self.request
-        return (
-            f"<Pictures: {len(self.requests)} of {one.width}x{one.height}, {one.steps} steps, "
-            f"seed {', '.join(map(str, self.seeds))}, "
-            f"{self.seconds.get('total', 0.0):.1f} s>"
-        )
-
-
-@dataclass(frozen=True)
-class Plan:
-    """All that is decided before anything is computed. requests: one a picture, those of a prompt
-    together."""
-
-    requests: list[Request]
-    scheduler: Scheduler
-    decoder: TinyDecoder | None
-    work: int
-    options: Options
-    notes: list[str]
-
-    @property
-    def by_prompt(self) -> list[list[Request]]:
-        """The requests of each prompt."""
-        step = len(self.requests) // len(self.options.prompts)
-        return [self.requests[i : i + step] for i in range(0, len(self.requests), step)]
 
 
 class Pipeline:
@@ -213,7 +147,7 @@ class Pipeline:
 
     def run(self, plan: Plan) -> Pictures:
         """Make what was planned: encode all prompts, then denoise and decode picture by picture."""
-        records, notes = records_of(self, plan), list(plan.notes)
+        records, notes = records_of(self.parts, self.family, plan), list(plan.notes)
         made = Pictures([], np.zeros(0), plan.requests, records, notes=notes)
         self.parts.notes = made.notes
         clock = Phases(plan.options.listener)

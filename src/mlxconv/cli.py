@@ -263,7 +263,7 @@ def convert(
         report = run(source, out, q, **options)
         data, text, note, passed = report.as_json(), report.as_text(), report.notes(), True
         if verify_after and not options["dry_run"]:
-            from .convert.verify.record import measure
+            from .convert.verify.verify import measure
 
             chosen = {name: options[name] for name in ("recipe", "model_class")}
             parity = measure(out, source, **chosen)
@@ -816,13 +816,14 @@ def models(name: str | None, markdown: bool, as_json: bool, verbose: bool, debug
 
     NAME selects classes and pipelines by a part of their name; a single one is shown in full.
     """
+    from .convert.catalog.models_page import page
     from .convert.catalog.supported import supported_models
 
     if markdown and (as_json or name):
         raise click.UsageError("--markdown prints the whole page: leave NAME and --json out")
     table = supported_models(name)
     if markdown:
-        show(table.as_markdown(), newline=False)
+        show(page(table.models, table.measured_with), newline=False)
         return
     _emit(as_json, table.as_json(), table.as_text())
 

@@ -18,7 +18,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from mlxconv.convert.lower.lowering import Lowered, lower, target_name
-from mlxconv.convert.trace.export import Traced, TracedInput, TracedParameter
+from mlxconv.convert.trace.traced import Traced, TracedInput, TracedParameter
 from mlxconv.runtime.ops import OPS, dtype_of
 from mlxconv.runtime.program.program import Ref, Weight
 

@@ -21,7 +21,8 @@ from mlxconv.cli import cli
 from mlxconv.convert.catalog.figures import tiny_checkpoint
 from mlxconv.convert.conversion import convert
 from mlxconv.convert.recipe.recipe import Recipe, all_recipes, load_recipe
-from mlxconv.convert.source.model_class import constructor_config, find_class, unknown_keys
+from mlxconv.convert.source.class_config import constructor_config, unknown_keys
+from mlxconv.convert.source.model_class import find_class
 from mlxconv.runtime.errors import MlxconvError
 
 from ...bundles import change_json

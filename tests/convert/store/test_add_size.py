@@ -25,7 +25,7 @@ from mlxconv.convert.conversion import convert
 from mlxconv.convert.lower.compile import Compiled
 from mlxconv.convert.recipe.recipe import example_inputs, load_recipe, load_recipe_file
 from mlxconv.convert.source.arrays import torch_to_mlx
-from mlxconv.convert.store import add_size
+from mlxconv.convert.store import on_demand
 from mlxconv.convert.store.add_size import add_sizes, replace_program
 from mlxconv.convert.store.on_demand import trace_when_called
 from mlxconv.convert.verify.verify import verify
@@ -100,7 +100,7 @@ def test_a_bundle_that_cannot_be_changed_says_so_and_runs(bundle: Path, monkeypa
     def refused(*_: Any) -> None:
         raise MlxconvError("the bundle cannot be changed (Read-only file system)")
 
-    monkeypatch.setattr(add_size, "add_programs", refused)
+    monkeypatch.setattr(on_demand, "add_programs", refused)
     said: list[str] = []
     running = load_component(bundle, "transformer")
     trace_when_called(running, keep=True, say=said.append)

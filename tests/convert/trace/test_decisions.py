@@ -14,7 +14,7 @@ from torch.fx.experimental.sym_node import SymNode
 
 from mlxconv.convert.lower.compile import compile_program
 from mlxconv.convert.recipe.recipe import Recipe, parse_recipe
-from mlxconv.convert.store.on_demand import extended
+from mlxconv.convert.store.add_size import extended
 from mlxconv.convert.trace.export import trace
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.exec.executor import Executor

@@ -13,9 +13,10 @@ from torch.utils import _pytree as pytree
 from mlxconv.convert.recipe.recipe import ProgramRecipe, example_inputs, load_recipe
 from mlxconv.convert.source.fake_module import build_module, merged_config
 from mlxconv.convert.trace import repeats
-from mlxconv.convert.trace.export import Traced, trace
+from mlxconv.convert.trace.export import trace
 from mlxconv.convert.trace.multiples import multiple
 from mlxconv.convert.trace.patches.symbolic_builtins import symbolic_builtins
+from mlxconv.convert.trace.traced import Traced
 from mlxconv.runtime.errors import MlxconvError
 
 torch.set_num_threads(1)

@@ -19,7 +19,8 @@ from mlxconv.convert.conversion import convert
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.generate.families import FAMILIES
 from mlxconv.runtime.generate.families.family import Request
-from mlxconv.runtime.generate.pipeline import Pictures, Pipeline, load
+from mlxconv.runtime.generate.picture_files import Pictures
+from mlxconv.runtime.generate.pipeline import Pipeline, load
 
 from ...conftest import SENTENCES, Bundles
 from ..test_runtime_alone import WITHOUT_TORCH

@@ -213,9 +213,9 @@ def test_pictures_of_python_save_themselves(bundle: Path, tmp_path: Path) -> Non
 def test_guidance_that_a_checkpoint_does_not_read_is_not_recorded(bundle: Path) -> None:
     pipe = load(bundle)
     plan = pipe.plan(Options("a cat", seed=1, steps=2))
-    assert records_of(pipe, plan)[0]["guidance"] == 3.5
+    assert records_of(pipe.parts, pipe.family, plan)[0]["guidance"] == 3.5
     parts: Any = pipe.parts
     parts.config = lambda name: {**Parts.config(parts, name), "guidance_embeds": False}
-    record = records_of(pipe, plan)[0]
+    record = records_of(pipe.parts, pipe.family, plan)[0]
     assert record["guidance"] is None
     assert "Distilled CFG Scale" not in as_text(record)
