@@ -7,18 +7,17 @@ from pathlib import Path
 import pytest
 
 from mlxconv.convert.catalog.figures import PRECISIONS
-from mlxconv.convert.catalog.models_page import page
-from mlxconv.convert.catalog.real_size import published, read_rows
-from mlxconv.convert.catalog.supported import Supported, supported_models
+from mlxconv.convert.catalog.supported import Supported, real_sizes, supported_models
 from mlxconv.convert.recipe.recipe import load_recipe, recipe_names
+
+from .tools.real_size import published
 
 ROOT = Path(__file__).parent.parent
 
 
 def test_the_page_is_what_the_command_prints() -> None:
     text = (ROOT / "docs" / "MODELS.md").read_text(encoding="utf-8")
-    found = supported_models()
-    assert text == page(found.models, found.measured_with), (
+    assert text == supported_models().as_markdown(), (
         "run: mlxconv models --markdown > docs/MODELS.md"
     )
 
@@ -38,10 +37,10 @@ def test_every_configuration_was_measured_and_passed(model: Supported) -> None:
 def test_every_published_configuration_was_traced() -> None:
     declared = {(name, model) for name, models in published().items() for model in models}
     assert set(published()) <= set(recipe_names())
-    assert {(row["class_name"], row["name"]) for row in read_rows()} == declared
+    assert {(row["class_name"], row["name"]) for row in real_sizes()} == declared
 
 
 def test_none_took_two_minutes_or_much_memory() -> None:
-    slow = [row["name"] for row in read_rows() if row["cpu_seconds"] > 120]
-    large = [row["name"] for row in read_rows() if row["peak_gib"] > 1.5]
+    slow = [row["name"] for row in real_sizes() if row["cpu_seconds"] > 120]
+    large = [row["name"] for row in real_sizes() if row["peak_gib"] > 1.5]
     assert (slow, large) == ([], [])

@@ -7,15 +7,20 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from statistics import median
 from typing import Any
 
 from mlxconv.runtime.errors import MlxconvError
 
 from ..recipe.recipe import Recipe, all_recipes
 from ..report import human_count
-from .real_size import read_rows
+from ..templates import render
 
-FIGURES = "parity.json"  # beside the recipes; written by `make figures`
+KINDS = ("denoiser", "autoencoder", "text encoder", "adapter")
+# Beside the recipes.
+FIGURES = "parity.json"  # written by `make figures`
+REAL_SIZES = "real.json"  # written by tests/tools/real_size.py
+UNSUPPORTED = "unsupported.json"  # class -> reason
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,11 @@ class Supported:
     kind: str = "denoiser"
     keep: tuple[str, ...] = ()
     real: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def programs(self) -> list[str]:
+        """Names of its programs."""
+        return [*dict.fromkeys(e.split(" ")[0] for row in self.parity for e in row["entries"])]
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,19 @@ class SupportedModels:
                 for m in self.models
             ],
         }
+
+    def as_markdown(self) -> str:
+        """The page docs/MODELS.md."""
+        done = {m.class_name for m in self.models}
+        reasons = _beside_recipes(UNSUPPORTED, {})
+        return render(
+            "catalog/models.md.jinja",
+            {"worst": _worst, "median": median},
+            models=self.models,
+            kinds={kind: [m for m in self.models if m.kind == kind] for kind in KINDS},
+            unsupported=[item for item in sorted(reasons.items()) if item[0] not in done],
+            versions=", ".join(f"{name} {v}" for name, v in self.measured_with.items()),
+        )
 
     def as_text(self) -> str:
         """A table for people: worst figure over the configurations of each class."""
@@ -104,15 +127,25 @@ def _worst(rows: Sequence[dict[str, Any]], q: str, key: str) -> float | None:
     return max(values) if values else None
 
 
+def real_sizes() -> list[dict[str, Any]]:
+    """Published models, traced at their real size: the figures that come with this installation."""
+    rows: list[dict[str, Any]] = _beside_recipes(REAL_SIZES, [])
+    return rows
+
+
+def _beside_recipes(name: str, default: Any) -> Any:
+    file = files("mlxconv").joinpath("recipes", name)
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else default
+
+
 def supported_models(name: str | None = None) -> SupportedModels:
     """Recipes of this installation with the figures that were measured for them.
 
     name: only classes that have this in their name or a pipeline's; MlxconvError if none has.
     """
-    figures = files("mlxconv").joinpath("recipes", FIGURES)
-    data = json.loads(figures.read_text(encoding="utf-8")) if figures.is_file() else {}
+    data = _beside_recipes(FIGURES, {})
     rows: list[dict[str, Any]] = data.get("rows", [])
-    real = read_rows()
+    real = real_sizes()
     models = [
         Supported(
             class_name,

@@ -10,7 +10,7 @@ import base64
 import hashlib
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from itertools import groupby, takewhile
@@ -181,7 +181,12 @@ def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "–"
 
 
-_FILTERS = {"figure": _figure, "share": _share, "size": format_bytes, "count": human_count}
+_FILTERS: dict[str, Callable[..., str]] = {
+    "figure": _figure,
+    "share": _share,
+    "size": format_bytes,
+    "count": human_count,
+}
 
 
 # ---- pictures ------------------------------------------------------------------------------------

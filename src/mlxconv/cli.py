@@ -816,14 +816,13 @@ def models(name: str | None, markdown: bool, as_json: bool, verbose: bool, debug
 
     NAME selects classes and pipelines by a part of their name; a single one is shown in full.
     """
-    from .convert.catalog.models_page import page
     from .convert.catalog.supported import supported_models
 
     if markdown and (as_json or name):
         raise click.UsageError("--markdown prints the whole page: leave NAME and --json out")
     table = supported_models(name)
     if markdown:
-        show(page(table.models, table.measured_with), newline=False)
+        show(table.as_markdown(), newline=False)
         return
     _emit(as_json, table.as_json(), table.as_text())
 

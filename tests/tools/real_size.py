@@ -1,45 +1,43 @@
 """Published models at their real size: traced without weights, each in a process of its own.
 
 `recipes/published.json` has the constructor's arguments of published models, by class and name.
-`python -m mlxconv.convert.catalog.real_size` runs them (those of the classes named; with `--new`
-those that were not run yet), and writes `recipes/real.json`, which `mlxconv models` and
-docs/MODELS.md show.
+`python tests/tools/real_size.py` runs them (those of the classes named; with `--new` those that
+were not run yet), and writes `recipes/real.json`, which `mlxconv models` and docs/MODELS.md
+show.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-PUBLISHED, FIGURES = "published.json", "real.json"  # beside the recipes
+from mlxconv.convert.catalog.supported import REAL_SIZES, real_sizes
+from mlxconv.convert.lower.compile import compile_program
+from mlxconv.convert.quantize.policy import matches
+from mlxconv.convert.recipe.recipe import load_recipe
+from mlxconv.convert.source.model_class import find_class
+from mlxconv.runtime.program.program import to_json
+from mlxconv.runtime.program.stages import shares
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
 def published() -> dict[str, dict[str, dict[str, Any]]]:
     """Constructor arguments of published models, by class and by the model's name."""
-    text = files("mlxconv").joinpath("recipes", PUBLISHED).read_text(encoding="utf-8")
+    text = (RECIPES / "published.json").read_text(encoding="utf-8")
     models: dict[str, dict[str, dict[str, Any]]] = json.loads(text)
     return models
 
 
 def real_size(class_name: str, name: str) -> dict[str, Any]:
     """Trace, lower, rewrite, outline one published configuration; time, memory, sizes, shares."""
-    import math
-
-    from mlxconv.runtime.program.program import to_json
-    from mlxconv.runtime.program.stages import shares
-
-    from ..lower.compile import compile_program
-    from ..quantize.policy import matches
-    from ..recipe.recipe import load_recipe
-    from ..source.model_class import find_class
-
     recipe = load_recipe(class_name)
     cls = find_class(recipe.library, class_name, Path(class_name))
     wall, cpu = time.perf_counter(), time.process_time()
@@ -70,12 +68,12 @@ def real_size(class_name: str, name: str) -> dict[str, Any]:
 
 def measure(names: Sequence[str], new: bool = False) -> Iterator[dict[str, Any]]:
     """Every published configuration of the classes named (all without names), as it is done."""
-    known = {_key(row) for row in read_rows()} if new else set()
+    known = {_key(row) for row in real_sizes()} if new else set()
     for class_name, models in published().items():
         for name in models:
             if (names and class_name not in names) or (class_name, name) in known:
                 continue
-            command = [sys.executable, "-W", "ignore", "-m", __spec__.name, class_name, name]
+            command = [sys.executable, "-W", "ignore", __file__, class_name, name]
             done = subprocess.run([*command, "--one"], capture_output=True, text=True, check=False)
             if done.returncode:
                 lines = done.stderr.strip().splitlines() or ["no reason given"]
@@ -89,25 +87,15 @@ def main(arguments: Sequence[str]) -> None:
     if arguments[-1:] == ["--one"]:
         print(json.dumps(real_size(*arguments[:2])))
         return
-    target = Path(__file__).resolve().parents[2] / "recipes" / FIGURES
     for row in measure([a for a in arguments if a != "--new"], "--new" in arguments):
         print(json.dumps(row), flush=True)
-        known = [r for r in read_rows() if (r["class_name"], r["name"]) != _key(row)]
+        known = [r for r in real_sizes() if (r["class_name"], r["name"]) != _key(row)]
         rows = sorted([*known, row], key=_key)
-        target.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        (RECIPES / REAL_SIZES).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 def _key(row: dict[str, Any]) -> tuple[str, str]:
     return row["class_name"], row["name"]
-
-
-def read_rows() -> list[dict[str, Any]]:
-    """The figures that come with this installation."""
-    file = files("mlxconv").joinpath("recipes", FIGURES)
-    rows: list[dict[str, Any]] = []
-    if file.is_file():
-        rows = json.loads(file.read_text(encoding="utf-8"))
-    return rows
 
 
 if __name__ == "__main__":
