@@ -47,17 +47,24 @@ def commands() -> Iterator[Any]:
                     yield pytest.param(line, id=f"{page.stem}: {line[8:48]}")
 
 
-def options() -> set[str]:
-    """The options of all commands."""
-    found: set[str] = set()
-    waiting: list[click.Command] = [cli]
-    while waiting:
-        command = waiting.pop()
-        waiting += command.commands.values() if isinstance(command, click.Group) else []
-        context = click.Context(command)
-        for parameter in command.get_params(context):
-            found |= {*parameter.opts, *parameter.secondary_opts}
-    return found
+def flat(group: click.Group) -> Iterator[click.Command]:
+    """The group's commands, and those of the groups in it."""
+    for command in group.commands.values():
+        yield command
+        if isinstance(command, click.Group):
+            yield from flat(command)
+
+
+COMMANDS = list(flat(cli))
+OPTIONS = {name for each in (cli, *COMMANDS) for p in each.params for name in p.opts}
+OPTIONS |= {"--help", "--no-check"}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_help_explains_every_option_in_a_sentence(command: click.Command) -> None:
+    options = [each for each in command.params if isinstance(each, click.Option)]
+    unclear = [o.name for o in options if not re.match(r"[A-Z].{8,}[.\]]$", o.help or "", re.S)]
+    assert (unclear, bool(re.match(r"[A-Z].*\.", command.help or "", re.S))) == ([], True)
 
 
 def test_the_readme_is_short() -> None:
@@ -88,7 +95,7 @@ def test_a_page_names_options_and_files_that_exist(page: Path) -> None:
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text))
     links = re.findall(r"\]\(([^)#:]+)\)", text)
     files = re.findall(r"`((?:convert|runtime|recipes|tests|src|docs)/[\w./]+)`", text)
-    assert named <= options() | OF_OTHER_TOOLS
+    assert named <= OPTIONS | OF_OTHER_TOOLS
     assert [link for link in links if not (page.parent / link).exists()] == []
     assert [name for name in files if not (ROOT / name).exists() and "CLASS" not in name] == []
 

@@ -71,10 +71,10 @@ def result_says(result: Result, says: str) -> None:
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        (["convert", "x", "-o", "y", "--dry-run", "--verify"], "--dry-run writes nothing"),
-        (["inspect", "x", "--program", "unet", "--tensors"], "leave --tensors"),
-        (["recipe", "new", "BertModel", "--force"], "give -o FILE too"),
-        (["models", "--markdown", "--json"], "leave NAME and --json out"),
+        (["convert", "x", "-o", "y", "--dry-run", "--verify"], "--dry-run writes no bundle"),
+        (["inspect", "x", "--program", "unet", "--tensors"], "cannot be combined with --tensors"),
+        (["recipe", "new", "BertModel", "--force"], "--force needs -o FILE"),
+        (["models", "--markdown", "--json"], "takes neither NAME nor --json"),
     ],
 )
 def test_options_that_do_not_go_together_are_a_usage_error(command: list[str], says: str) -> None:

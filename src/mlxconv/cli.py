@@ -42,7 +42,7 @@ def show(text: str, *, newline: bool = True) -> None:
 
 
 def _emit(as_json: bool, data: dict[str, Any], text: str, note: str = "") -> None:
-    """A command's result, and with it, without `--json`, a note."""
+    """Print the result as JSON, or as text with a note on stderr."""
     if as_json:
         show(json.dumps(data, indent=2))
         return
@@ -53,14 +53,14 @@ def _emit(as_json: bool, data: dict[str, Any], text: str, note: str = "") -> Non
 
 
 def _command_line() -> str:
-    """This command as it may be published: without tokens and the home folder's path."""
+    """The command line with tokens and the home folder's path removed, fit to publish."""
     from .convert.publish.redaction import without_home, without_token
 
     return without_home(without_token(shlex.join(["mlxconv", *sys.argv[1:]])))
 
 
 def _common(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options that every command has."""
+    """Add the options that every command has."""
 
     @wraps(command)
     def run(quiet: bool, **options: Any) -> Any:
@@ -70,9 +70,11 @@ def _common(command: Callable[..., Any]) -> Callable[..., Any]:
             return command(**options)
 
     for option in (
-        click.option("--debug", is_flag=True, help="Show the traceback of a failure."),
+        click.option("--debug", is_flag=True, help="Show a traceback on failure."),
         click.option("--quiet", is_flag=True, help="Print results and errors only."),
-        click.option("-v", "--verbose", is_flag=True, help="Say what is being done."),
+        click.option(
+            "-v", "--verbose", is_flag=True, help="Print progress and more detail on stderr."
+        ),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout."),
     ):
         run = option(run)
@@ -80,7 +82,7 @@ def _common(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _publishing(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options of the commands that publish, handed on together as `publishing`."""
+    """Add the options of the commands that publish, passed on together as `publishing`."""
     names = ("private", "license_id", "license_name", "license_link", "base_model")
 
     @wraps(command)
@@ -91,26 +93,28 @@ def _publishing(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--base-model",
             type=types.REPOSITORY,
-            help="Repository of a local SOURCE, for the card.",
+            help="Hub repository of the original model, for the model card of a local source.",
         ),
-        click.option("--license-link", type=types.URL, help="URL of the licence text."),
         click.option(
-            "--license-name", metavar="NAME", help="Name of a licence whose id is `other`."
+            "--license-link", type=types.URL, help="URL of the licence text, for the model card."
+        ),
+        click.option(
+            "--license-name", metavar="NAME", help="Name of the licence, with `--license other`."
         ),
         click.option(
             "--license",
             "license_id",
             metavar="ID",
-            help="For a source whose card states no licence.",
+            help="Licence id, such as apache-2.0, if the source states none.",
         ),
-        click.option("--private", is_flag=True, help="Create the repository as a private one."),
+        click.option("--private", is_flag=True, help="Create the Hub repository as private."),
     ):
         gathered = option(gathered)
     return gathered
 
 
 def _wishes(repo: str, publishing: dict[str, Any], as_json: bool, **more: Any) -> Any:
-    """How to publish, from the options; the client's progress bars are people's."""
+    """The options of publishing; with `--json` the client shows no progress bars."""
     from .convert.publish.licence import Given
     from .convert.publish.publish import Wishes
 
@@ -125,7 +129,7 @@ def _wishes(repo: str, publishing: dict[str, Any], as_json: bool, **more: Any) -
 @click.version_option(__version__, prog_name="mlxconv")
 def cli() -> None:
     """Convert diffusers models, not only their weights, to MLX, and prove parity."""
-    _quiet()  # before values are read, which may import what it turns down
+    _quiet()  # before option values are read, which may import these libraries
 
 
 @cli.command()
@@ -134,7 +138,7 @@ def cli() -> None:
     "-o",
     "--out",
     type=types.FOLDER,
-    help="Bundle to write. [default: mlx_model, or --upload-repo's name]",
+    help="Folder of the bundle to write. [default: mlx_model, or the name in --upload-repo]",
 )
 @click.option(
     "--q",
@@ -142,79 +146,102 @@ def cli() -> None:
     default="bf16",
     show_default=True,
     type=types.PRECISION,
-    help="fp32, bf16, fp16, 8bit (or int8), 6bit, 5bit, 4bit (or int4), 3bit, 2bit, "
-    "mxfp8, mxfp4, nvfp4, or a policy FILE.toml.",
+    help="Precision of the denoiser: fp32, bf16, fp16, 8bit (or int8), 6bit, 5bit, "
+    "4bit (or int4), 3bit, 2bit, mxfp8, mxfp4, nvfp4, or a policy FILE.toml.",
 )
-@click.option("--group-size", type=types.GROUP_SIZE, help="Weights that share a scale.")
+@click.option(
+    "--group-size",
+    type=types.GROUP_SIZE,
+    help="Number of weights that share a scale. [default: 64]",
+)
 @click.option(
     "--component",
     "components",
     multiple=True,
     metavar="NAME",
-    help="Convert only this one (repeat); the rest is copied.",
+    help="Convert only this component (repeatable). The others are copied unchanged.",
 )
 @click.option(
-    "--text-encoder-q", type=types.PRECISION, help="Precision of text encoders. [default: bf16]"
+    "--text-encoder-q",
+    type=types.PRECISION,
+    help="Precision of the text encoders. [default: bf16, or --q if that is fp32 or fp16]",
 )
-@click.option("--vae-q", type=types.PRECISION, help="Precision of the VAE. [default: bf16]")
+@click.option(
+    "--vae-q",
+    type=types.PRECISION,
+    help="Precision of the VAE. [default: bf16, or --q if that is fp32 or fp16]",
+)
 @click.option(
     "--keep",
     multiple=True,
     metavar="PATTERN",
-    help="Modules that stay unquantized: an anchored glob (repeat).",
+    help="Leave modules unquantized whose full name matches this glob, "
+    "such as 'blocks.0.**' (repeatable).",
 )
 @click.option(
     "--set",
     "settings",
     multiple=True,
     type=types.SETTING,
-    help="Bits of the modules that match (repeat).",
+    help="Number of bits for modules that match a glob, such as 'blocks.*.attn.**=8' (repeatable).",
 )
 @click.option(
     "--size",
     "sizes",
     multiple=True,
     type=types.SIZE,
-    help="Image size in pixels, for classes that fix it (repeat).",
+    help="Image size in pixels to trace, for classes with a fixed size (repeatable).",
 )
-@click.option("--recipe", type=types.OLD_FILE, help="Recipe to trace by.")
+@click.option(
+    "--recipe",
+    type=types.OLD_FILE,
+    help="Recipe file (TOML) to use instead of the one that mlxconv ships.",
+)
 @click.option(
     "--class",
     "model_class",
     type=types.CLASS,
-    help="Class of a single component, from a package of yours.",
+    help="Python class of the model, if SOURCE is one component of your own package.",
 )
 @click.option(
     "--method",
     default="refit",
     show_default=True,
     type=click.Choice(["refit", "rtn", "search"]),
-    help="How quantized values are chosen.",
+    help="How to quantize: refit fits the scales by least squares, rtn rounds to nearest, "
+    "search tries more scales than refit.",
 )
 @click.option(
     "--target-size",
     type=types.POSITIVE,
     metavar="GB",
-    help="The most precise --q whose bundle is at most this large.",
+    help="Choose the most precise --q whose bundle is at most this many gigabytes.",
 )
-@click.option("--variant", help="Weight files to read, such as fp16.")
-@click.option("--revision", help="Branch, tag or commit of a Hub SOURCE. [default: main]")
+@click.option("--variant", help="Variant of the weight files to read, such as fp16.")
+@click.option("--revision", help="Branch, tag or commit of a SOURCE on the Hub. [default: main]")
 @click.option(
-    "--verify-checksums", is_flag=True, help="Compare what was downloaded with the Hub's checksums."
+    "--verify-checksums", is_flag=True, help="Compare downloaded files with the Hub's checksums."
 )
-@click.option("--low-disk", is_flag=True, help="Hold one weight file of a Hub SOURCE at a time.")
-@click.option("--weights-only", is_flag=True, help="Do not trace a program.")
 @click.option(
-    "--allow-unused", is_flag=True, help="Convert even if the program does not read some tensors."
+    "--low-disk", is_flag=True, help="Keep only one downloaded weight file on disk at a time."
+)
+@click.option("--weights-only", is_flag=True, help="Convert the weights without tracing a program.")
+@click.option(
+    "--allow-unused",
+    is_flag=True,
+    help="Convert even if the checkpoint has tensors that no program reads.",
 )
 @click.option("--force", is_flag=True, help="Replace an existing bundle.")
-@click.option("--dry-run", is_flag=True, help="Decide and report, write nothing.")
-@click.option("--trace", is_flag=True, help="Trace in a dry run too.")
-@click.option("--verify", "verify_after", is_flag=True, help="Verify against SOURCE afterwards.")
+@click.option("--dry-run", is_flag=True, help="Report what would be done; write nothing.")
+@click.option("--trace", is_flag=True, help="With --dry-run: trace the programs too.")
+@click.option(
+    "--verify", "verify_after", is_flag=True, help="Run `verify` against SOURCE afterwards."
+)
 @click.option(
     "--upload-repo",
     type=types.REPOSITORY,
-    help="Verify, and publish there: the repository is checked first.",
+    help="Verify the bundle and publish it to this Hub repository, "
+    "which is checked before the conversion.",
 )
 @_publishing
 @_common
@@ -233,19 +260,19 @@ def convert(
 ) -> None:
     """Convert SOURCE to an MLX bundle.
 
-    SOURCE is a diffusers pipeline folder, one component's folder, or a repository of the Hub:
-    ORG/NAME[@REVISION], hf://ORG/NAME[@REVISION][/FOLDER] or the address of its page.
+    SOURCE is a diffusers pipeline folder, one component's folder, or a Hub repository:
+    ORG/NAME[@REVISION], hf://ORG/NAME[@REVISION][/FOLDER] or the URL of its page.
     """
     _exact()
     if options["trace"] and not options["dry_run"]:
-        raise click.UsageError("--trace belongs to --dry-run: a conversion traces anyway")
+        raise click.UsageError("--trace needs --dry-run: a conversion always traces")
     if upload_repo is None and (given := [name for name, value in publishing.items() if value]):
         option = given[0].replace("license_id", "license").replace("_", "-")
-        raise click.UsageError(f"--{option} is about publishing: give --upload-repo too")
+        raise click.UsageError(f"--{option} is for publishing: add --upload-repo")
     if verify_after and options["low_disk"]:
-        raise click.UsageError("--low-disk drops the weights that --verify compares with")
+        raise click.UsageError("--low-disk deletes the weights that --verify needs")
     if verify_after and options["dry_run"]:
-        raise click.UsageError("--dry-run writes nothing that --verify could compare")
+        raise click.UsageError("--dry-run writes no bundle for --verify to compare")
     progress = not as_json or verbose
     options |= {"set": settings, "progress": progress, "command": _command_line()}
     if upload_repo is not None:
@@ -255,7 +282,7 @@ def convert(
         wishes = _wishes(upload_repo, publishing, as_json)
         shown = say if as_json else show  # as they come
         data, passed = convert_and_publish(source, out, q, wishes, say=say, show=shown, **options)
-        text, note = "", "" if passed else f"{out}: did not pass verify; it is not published"
+        text, note = "", "" if passed else f"{out}: verify failed, so it was not published"
     else:
         from .convert.conversion import convert as run
 
@@ -279,67 +306,87 @@ def convert(
 @click.option(
     "--against",
     metavar="SOURCE|BUNDLE",
-    help="The checkpoint it came from, or another bundle. [default: the recorded source]",
+    help="Checkpoint or other bundle to compare with. [default: the source that BUNDLE records]",
 )
-@click.option("--component", "components", multiple=True, metavar="NAME", help="Only this one.")
+@click.option(
+    "--component",
+    "components",
+    multiple=True,
+    metavar="NAME",
+    help="Compare only this component (repeatable).",
+)
 @click.option(
     "--tier",
     default="forward",
     show_default=True,
     type=click.Choice(["forward", "block", "trajectory", "image"]),
-    help="What is compared: see the README.",
+    help="Compare the outputs of each model (forward), each block too (block), the latents of "
+    "each step (trajectory) or the final images (image).",
 )
 @click.option(
     "--seed", type=types.SEED, default=0, show_default=True, help="Seed of the example inputs."
 )
 @click.option(
-    "--dtype", type=types.FLOAT_TYPE, help="Precision of the run. [default: the bundle's]"
+    "--dtype", type=types.FLOAT_TYPE, help="Precision of the activations. [default: the bundle's]"
 )
-@click.option("--threshold", type=types.POSITIVE, help="Largest rel_l2 that passes.")
-@click.option("--recipe", type=types.OLD_FILE, help="Recipe to use.")
+@click.option(
+    "--threshold",
+    type=types.POSITIVE,
+    help="Largest rel_l2 that passes. [default: depends on the precision]",
+)
+@click.option(
+    "--recipe", type=types.OLD_FILE, help="Recipe file (TOML) to use instead of the one in BUNDLE."
+)
 @click.option(
     "--class",
     "model_class",
     type=types.CLASS,
-    help="Class of a single component, from a package of yours.",
+    help="Python class of the model, if SOURCE is one component of your own package.",
 )
-@click.option("--stream", is_flag=True, help="Hold one block in memory at a time, on both sides.")
+@click.option(
+    "--stream", is_flag=True, help="Hold only one block in memory at a time, in PyTorch and in MLX."
+)
 @click.option(
     "--dim",
     "dims",
     multiple=True,
     type=types.DIM,
-    help="Size to run at, by the recipe's name for it (repeat).",
+    help="Size to run at, by its name in the recipe, such as batch=2 (repeatable).",
 )
 @click.option(
     "--prompt",
     "prompts",
     multiple=True,
     metavar="PROMPT",
-    help="Prompt for the image tiers (repeat).",
+    help="Prompt for --tier trajectory and image (repeatable).",
 )
-@click.option("--steps", type=types.COUNT, help="Steps of the image tiers. [default: 4]")
+@click.option(
+    "--steps",
+    type=types.COUNT,
+    help="Denoising steps for --tier trajectory and image. [default: 4]",
+)
 @click.option(
     "--size",
     type=types.SIZE,
-    help="Image size in pixels. [default: small for forwards, else the pipeline's]",
+    help="Image size in pixels. [default: small for --tier forward and block, else the pipeline's]",
 )
 @click.option(
     "--guidance",
     type=types.SCALE,
-    help="guidance_scale of the image tiers. [default: the pipeline's]",
+    help="Guidance scale for --tier trajectory and image. [default: the pipeline's]",
 )
 @click.option(
     "--tokens",
     type=types.TOKENS,
-    help="max_sequence_length of the image tiers. [default: the pipeline's]",
+    help="Length of the prompt in tokens for --tier trajectory and image. "
+    "[default: the pipeline's]",
 )
 @click.option(
     "--report",
     "page",
     type=types.FILE,
     metavar="FILE.html",
-    help="Write a page: blocks too, and pictures if SOURCE is a pipeline.",
+    help="Write an HTML report with every block, and with images if the source is a pipeline.",
 )
 @_common
 def verify(
@@ -353,14 +400,14 @@ def verify(
 ) -> None:
     """Compare BUNDLE with the checkpoint it was made from; exit 1 if it differs.
 
-    The result is kept in BUNDLE, for `upload`. Two bundles are compared in MLX; only --threshold
-    judges them.
+    The result is stored in BUNDLE, where `upload` reads it. Two bundles are compared in MLX, and
+    can fail only if --threshold is given.
     """
     _exact()
     from .convert.verify.verify import verify as run
 
-    told = (lambda text: None) if as_json and not verbose else say
-    report = run(bundle, against, dims=dict(dims), command=_command_line(), say=told, **options)
+    progress = (lambda text: None) if as_json and not verbose else say
+    report = run(bundle, against, dims=dict(dims), command=_command_line(), say=progress, **options)
     _emit(as_json, report.as_json(), report.as_text())
     if not report.passed:
         raise SystemExit(1)
@@ -368,8 +415,13 @@ def verify(
 
 @cli.command()
 @click.argument("path")
-@click.option("--revision", help="Branch, tag or commit of a repository of the Hub.")
-@click.option("--program", "program", metavar="COMPONENT", help="Print its program as pseudo-code.")
+@click.option("--revision", help="Branch, tag or commit, if PATH is on the Hub. [default: main]")
+@click.option(
+    "--program",
+    "program",
+    metavar="COMPONENT",
+    help="Print the program of this component as pseudo-code.",
+)
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @_common
 def inspect(
@@ -381,13 +433,13 @@ def inspect(
     verbose: bool,
     debug: bool,
 ) -> None:
-    """Show what a checkpoint or a bundle holds, here or on the Hub, from its files' headers."""
+    """Show what a checkpoint or bundle contains, locally or on the Hub. Reads file headers only."""
     from .convert.inspection import inspect as look
 
     if program is not None and (tensors or revision):
         raise click.UsageError(
-            "--program prints a bundle's program: leave --tensors and "
-            "--revision out (ORG/NAME@REVISION)"
+            "--program cannot be combined with --tensors or --revision; "
+            "give the revision as ORG/NAME@REVISION"
         )
     if program is not None:
         from .runtime.bundle import program_of
@@ -402,31 +454,38 @@ def inspect(
 
 
 def _sized(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options of the commands that run a bundle on example inputs."""
+    """Add the options of the commands that run a bundle on example inputs."""
     for option in (
         click.option(
-            "--batch", type=types.COUNT, default=1, show_default=True, help="Samples at once."
+            "--batch", type=types.COUNT, default=1, show_default=True, help="Samples per step."
         ),
         click.option(
             "--dim",
             "dims",
             multiple=True,
             type=types.DIM,
-            help="Size to run at, by the recipe's name for it (repeat).",
+            help="Size to run at, by its name in the recipe, such as batch=2 (repeatable).",
         ),
         click.option(
             "--size", "pixels", type=types.SIZE, help="Image size in pixels. [default: 512x512]"
         ),
         click.option(
-            "--dtype", type=types.FLOAT_TYPE, help="Precision of the run. [default: the bundle's]"
+            "--dtype",
+            type=types.FLOAT_TYPE,
+            help="Precision of the activations. [default: the bundle's]",
         ),
         click.option(
             "--compile",
             default="program",
             show_default=True,
             type=click.Choice(["off", "block", "program"]),
+            help="Compile nothing, each block, or the whole program.",
         ),
-        click.option("--component", metavar="NAME", help="[default: the transformer or UNet]"),
+        click.option(
+            "--component",
+            metavar="NAME",
+            help="Component to run. [default: the transformer or UNet]",
+        ),
     ):
         command = option(command)
     return command
@@ -435,26 +494,33 @@ def _sized(command: Callable[..., Any]) -> Callable[..., Any]:
 @cli.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option(
-    "--steps", type=types.COUNT, help="Timed steps per repetition. [default: 4; --ablate: 10]"
+    "--steps", type=types.COUNT, help="Timed steps per repetition. [default: 4, with --ablate 10]"
 )
 @click.option(
-    "--repeat", type=types.COUNT, default=3, show_default=True, help="Repetitions, each a process."
+    "--repeat",
+    type=types.COUNT,
+    default=3,
+    show_default=True,
+    help="Repetitions, each in its own process.",
 )
 @click.option(
     "--guidance",
     default="none",
     show_default=True,
     type=click.Choice(["none", "batched", "sequential"]),
+    help="Guidance with a negative prompt: both prompts in one batch, or one after the other.",
 )
 @click.option(
     "--against",
     default="none",
     show_default=True,
     type=click.Choice(["none", "diffusers", "diffusers-compiled", "mflux"]),
-    help="Run this too, on the same weights, sizes and precision.",
+    help="Also run another implementation with the same weights, sizes and precision.",
 )
-@click.option("--source", type=types.OLD_FOLDER, help="The checkpoint, for --against.")
-@click.option("--mflux-python", type=types.PROGRAM, help="Python interpreter that has mflux.")
+@click.option("--source", type=types.OLD_FOLDER, help="Checkpoint folder that --against runs.")
+@click.option(
+    "--mflux-python", type=types.PROGRAM, help="Python interpreter of an environment with mflux."
+)
 @click.option("--ablate", is_flag=True, help="Ablation table: one change per row.")
 @_sized
 @_common
@@ -468,27 +534,27 @@ def bench(
     debug: bool,
     **options: Any,
 ) -> None:
-    """Measure a denoising step of BUNDLE: its time and memory, beside a peer's if asked."""
+    """Measure one denoising step of BUNDLE: time and memory, alone or against a peer."""
     from .convert.peers.command import peer_command
     from .runtime.bench.bench import Settings
     from .runtime.bench.bench import bench as run
 
     chosen = (10 if ablate else 4) if steps is None else steps
     settings = Settings(bundle.expanduser(), steps=chosen, dims=dict(dims), **options)
-    told = say if verbose or not as_json else lambda text: None
+    progress = say if verbose or not as_json else lambda text: None
     if ablate:
         from .runtime.bench.ablation import ablate as run_rows
 
-        table = run_rows(settings, told)
+        table = run_rows(settings, progress)
         _emit(as_json, table.as_json(), table.as_text())
         return
-    report = run(settings, told, peer_command)
+    report = run(settings, progress, peer_command)
     _emit(as_json, report.as_json(), report.as_text())
 
 
 @cli.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--steps", type=types.COUNT, default=4, show_default=True, help="Steps of the loop.")
+@click.option("--steps", type=types.COUNT, default=4, show_default=True, help="Denoising steps.")
 @_sized
 @_common
 def profile(
@@ -499,7 +565,7 @@ def profile(
     debug: bool,
     **options: Any,
 ) -> None:
-    """Show where a generation's time goes: its phases; inside a step, blocks and ops."""
+    """Show where the time of a generation goes: each phase, and each block and op of a step."""
     from .runtime.bench.bench import Settings
     from .runtime.bench.profiling import profile as run
 
@@ -509,16 +575,26 @@ def profile(
 
 @cli.command("add-size")
 @click.argument("bundle")
-@click.option("--component", default="transformer", show_default=True, metavar="NAME")
 @click.option(
-    "--size", "sizes", multiple=True, type=types.SIZE, help="Image size in pixels (repeat)."
+    "--component",
+    default="transformer",
+    show_default=True,
+    metavar="NAME",
+    help="Component to add the size to.",
+)
+@click.option(
+    "--size",
+    "sizes",
+    multiple=True,
+    type=types.SIZE,
+    help="Image size in pixels to add (repeatable).",
 )
 @click.option(
     "--dim",
     "dims",
     multiple=True,
     type=types.DIM,
-    help="A fixed dim, by the recipe's name for it (repeat).",
+    help="Size to add, by its name in the recipe, such as latent_frames=21 (repeatable).",
 )
 @_common
 def add_size(
@@ -530,7 +606,7 @@ def add_size(
     verbose: bool,
     debug: bool,
 ) -> None:
-    """Add a size to BUNDLE, for classes that fix theirs; the weights stay as they are."""
+    """Add a size to BUNDLE, for a class with a fixed size. The weights do not change."""
     if not sizes and not dims:
         raise click.UsageError("give --size WxH or --dim NAME=SIZE")
     from .convert.store.add_size import add_sizes
@@ -545,7 +621,7 @@ def _lines(file: TextIO) -> list[str]:
     except UnicodeDecodeError as error:
         raise MlxconvError(f"--prompts: not UTF-8 text ({error}); save it as UTF-8") from error
     if not found:
-        raise MlxconvError("--prompts: no prompts in it; write one per line")
+        raise MlxconvError("--prompts: the file has no prompts; write one per line")
     return found
 
 
@@ -557,36 +633,38 @@ def _lines(file: TextIO) -> list[str]:
     "--out",
     required=True,
     type=types.PICTURE,
-    help="File (.png, .jpg, .webp) or folder to write to. Several pictures are named "
-    "NAME-SEED.png, of several prompts NAME-1-SEED.png; in a folder without "
-    "NAME.",
+    help="Image file (.png, .jpg, .webp) or folder to write. Several images are named "
+    "NAME-SEED.png, with several prompts NAME-1-SEED.png; in a folder without NAME.",
 )
 @click.option(
     "--prompts",
     type=click.File(encoding="utf-8-sig"),
     metavar="FILE",
-    help="Prompts, one per line; - reads stdin.",
+    help="File with one prompt per line; - reads stdin.",
 )
 @click.option(
     "--like",
     type=types.OLD_FILE,
-    metavar="PICTURE",
-    help="Use the settings stored in a picture; options override them.",
+    metavar="IMAGE",
+    help="Reuse the settings stored in an image; other options override them.",
 )
 @click.option("--steps", type=types.COUNT, help="Denoising steps. [default: the pipeline's]")
 @click.option(
-    "--guidance", type=types.SCALE, help="The pipeline's guidance_scale. [default: the pipeline's]"
+    "--guidance",
+    type=types.SCALE,
+    help="Guidance scale: guidance_scale in diffusers. [default: the pipeline's]",
 )
 @click.option("--negative", metavar="PROMPT", help="Negative prompt.")
 @click.option(
     "--cfg",
     type=types.SCALE,
-    help="Scale of true guidance, of FLUX.1 and Qwen-Image. [default: 4 with --negative]",
+    help="Scale of true classifier-free guidance, for FLUX.1 and Qwen-Image. "
+    "[default: 4 with --negative]",
 )
 @click.option(
     "--cfg-end",
     type=types.SHARE,
-    help="Part of the schedule after which the negative prompt is not read. [default: 1.0]",
+    help="Fraction of the schedule after which the negative prompt is ignored. [default: 1.0]",
 )
 @click.option("--size", type=types.SIZE, help="Image size in pixels. [default: the checkpoint's]")
 @click.option(
@@ -594,58 +672,62 @@ def _lines(file: TextIO) -> list[str]:
     "seeds",
     type=types.SEED,
     multiple=True,
-    help="Seed of the noise (repeat for more pictures). [default: random]",
+    help="Seed of the noise (repeatable: one image per seed). [default: random]",
 )
 @click.option(
     "--batch",
     type=types.COUNT,
     default=1,
     show_default=True,
-    help="Pictures of a prompt to compute at once.",
+    help="Images of a prompt to compute at once.",
 )
 @click.option(
     "--count",
     type=types.COUNT,
     default=1,
     show_default=True,
-    help="Pictures per prompt, with seeds counting up from --seed.",
+    help="Images per prompt, with seeds counting up from --seed.",
 )
 @click.option(
     "--tokens",
     type=types.TOKENS,
-    help="Tokens that the longest text encoder reads. [default: the pipeline's]",
+    help="Length of the prompt in tokens, for the text encoder that takes the longest. "
+    "[default: the pipeline's]",
 )
 @click.option(
     "--scheduler",
     type=types.SCHEDULER,
-    help="Instead of the checkpoint's: a class, or a name such as 'DPM++ 2M Karras'; "
-    "NAME:option=value,... sets options.",
+    help="Scheduler to use instead of the checkpoint's: a diffusers class, or a name such as "
+    "'DPM++ 2M Karras'. NAME:option=value,... sets its options.",
 )
-@click.option("--sigmas", type=types.NUMBERS, help="A schedule of your own: falling noise levels.")
-@click.option("--timesteps", type=types.NUMBERS, help="The same, as timesteps.")
+@click.option("--sigmas", type=types.NUMBERS, help="Custom schedule, as decreasing noise levels.")
+@click.option("--timesteps", type=types.NUMBERS, help="Custom schedule, as timesteps.")
 @click.option(
     "--decoder",
     type=types.DECODER,
-    help="A tiny autoencoder instead of the VAE: the bundle's tiny_vae, or a converted one.",
+    help="Decode with a tiny autoencoder instead of the VAE: tiny for BUNDLE/tiny_vae, or the "
+    "path of a converted one.",
 )
 @click.option(
     "--tile",
     default="auto",
     show_default=True,
     type=types.TILE,
-    help="Decode large pictures in strips of rows, of so many MB at once.",
+    help="Decode large images in strips of rows that need at most this many MB each.",
 )
 @click.option(
-    "--preview", type=types.PICTURE_FILE, help="Write the picture that each step predicts."
+    "--preview",
+    type=types.PICTURE_FILE,
+    help="Write the image that each step predicts to this file.",
 )
-@click.option("--warmup", is_flag=True, help="Make a picture of one step before, untimed.")
+@click.option("--warmup", is_flag=True, help="Run one untimed step first.")
 @click.option(
     "--compile",
     default="program",
     show_default=True,
     type=click.Choice(["off", "block", "program", "all"]),
-    help="Compile the denoiser's step as a whole, by blocks, or not; all: also the text "
-    "encoders and the VAE.",
+    help="Compile nothing, each block of the denoiser, its whole program, or all: the text "
+    "encoders and the VAE too.",
 )
 @click.option(
     "--evaluate-every",
@@ -653,7 +735,7 @@ def _lines(file: TextIO) -> list[str]:
     default=1,
     show_default=True,
     metavar="STEPS",
-    help="Steps between evaluations; 0: once, at the end.",
+    help="Evaluate every so many steps; 0 evaluates once, at the end.",
 )
 @click.option(
     "--clear-cache-every",
@@ -661,21 +743,21 @@ def _lines(file: TextIO) -> list[str]:
     default=0,
     show_default=True,
     metavar="STEPS",
-    help="Steps between returns of cached buffers to the system; 0: never.",
+    help="Return cached buffers to the system every so many steps; 0 never does.",
 )
 @click.option(
     "--check/--no-check",
     default=True,
     show_default=True,
-    help="Fail at the first step that gives NaN or infinity.",
+    help="Fail at the first step that produces NaN or infinity.",
 )
 @click.option(
-    "--dtype", type=types.FLOAT_TYPE, help="Precision of the run. [default: the bundle's]"
+    "--dtype", type=types.FLOAT_TYPE, help="Precision of the activations. [default: the bundle's]"
 )
 @click.option(
     "--vae-dtype",
     type=types.FLOAT_TYPE,
-    help="Precision of the decoder. [default: float32 instead of bfloat16]",
+    help="Precision of the decoder's activations. [default: as the rest, but fp32 instead of bf16]",
 )
 @_common
 def generate(
@@ -690,17 +772,17 @@ def generate(
     debug: bool,
     **options: Any,
 ) -> None:
-    """Make a picture of PROMPT with BUNDLE.
+    """Generate images of PROMPT with BUNDLE.
 
-    The noise of a seed is PyTorch's own. The path of each picture is printed on stdout, and each
-    file stores the settings that made it.
+    A seed gives the same noise as in PyTorch. The path of each image is printed on stdout, and
+    each file stores the settings that made it.
     """
     if prompt is None and prompts is None and options["like"] is None:
         raise click.UsageError("give a PROMPT, --prompts FILE or --like PICTURE")
     if prompt is not None and prompts is not None:
         raise click.UsageError("give a PROMPT or --prompts FILE, not both")
     if len(seeds) > 1 and options["count"] != 1:
-        raise click.UsageError("--count counts up from one --seed: give one of the two")
+        raise click.UsageError("--count needs a single --seed, from which it counts up")
     from .runtime.exec.finite import NotFinite
     from .runtime.generate.command import generate as run
     from .runtime.generate.denoise import LoopSettings
@@ -715,7 +797,7 @@ def generate(
     try:
         report = run(bundle, out, progress=verbose or not as_json, **options)
     except NotFinite as error:
-        raise NotFinite(f"{error}; --no-check makes the picture anyway") from None
+        raise NotFinite(f"{error}; --no-check generates the image anyway") from None
     _emit(as_json, report.as_json(), report.as_text(), report.notes(verbose))
 
 
@@ -727,11 +809,17 @@ def generate(
     "--picture",
     type=types.OLD_FILE,
     metavar="PNG",
-    help="A picture made with BUNDLE, for its card.",
+    help="Image generated with BUNDLE, to show in the model card.",
 )
-@click.option("--against", metavar="SOURCE", help="Verify against it first, for the card.")
 @click.option(
-    "--dry-run", is_flag=True, help="Write the card, list the files, send nothing; works offline."
+    "--against",
+    metavar="SOURCE",
+    help="Run `verify` against this source first, for the figures in the model card.",
+)
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Write the model card and list the files; upload nothing. Works offline.",
 )
 @_publishing
 @_common
@@ -745,7 +833,10 @@ def upload(
     debug: bool,
     **options: Any,
 ) -> None:
-    """Publish BUNDLE as REPO on the Hub, with a card; done when every checksum there agrees."""
+    """Publish BUNDLE to the Hub repository NAMESPACE/NAME, with a model card.
+
+    Reports "published" once every remote checksum matches.
+    """
     _exact()
     from .convert.publish.publish import publish
 
@@ -756,7 +847,7 @@ def upload(
 
 @cli.group()
 def recipe() -> None:
-    """Recipes: what a class takes, which sizes are free, what stays precise."""
+    """Show or derive the recipe of a model class: its inputs, sizes and precision."""
 
 
 @recipe.command("new")
@@ -765,10 +856,11 @@ def recipe() -> None:
     "--config",
     type=types.OLD_PATH,
     metavar="FILE",
-    help="config.json to derive it at. [default: the constructor's]",
+    help="Configuration file (config.json) to derive the recipe from. "
+    "[default: the constructor's defaults]",
 )
-@click.option("-o", "--out", type=types.FILE, help="Write it here. [default: print it]")
-@click.option("--derive", is_flag=True, help="Derive one even if mlxconv ships one.")
+@click.option("-o", "--out", type=types.FILE, help="File to write. [default: print the recipe]")
+@click.option("--derive", is_flag=True, help="Derive a recipe even if mlxconv ships one.")
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 @_common
 def recipe_new(
@@ -789,11 +881,11 @@ def recipe_new(
 
     if not derive and class_name in recipe_names():
         unused = "; --config has no effect without it" if config else ""
-        say(f"mlxconv ships this recipe, and `convert` uses it; --derive derives another{unused}")
+        say(f"mlxconv ships this recipe, and `convert` uses it; --derive derives a new one{unused}")
     from .convert.trace.derive import new_recipe
 
     if force and out is None:
-        raise click.UsageError("--force replaces a file: give -o FILE too")
+        raise click.UsageError("--force needs -o FILE")
     text = new_recipe(class_name, config, derive=derive)
     if out is not None:
         if out.exists() and not force:
@@ -809,17 +901,19 @@ def recipe_new(
 
 @cli.command()
 @click.argument("name", required=False)
-@click.option("--markdown", is_flag=True, help="Print docs/MODELS.md.")
+@click.option(
+    "--markdown", is_flag=True, help="Print the table as the Markdown page docs/MODELS.md."
+)
 @_common
 def models(name: str | None, markdown: bool, as_json: bool, verbose: bool, debug: bool) -> None:
-    """List every supported class, its recipe, and the parity measured in this version.
+    """List every supported class with the parity measured for it in this version.
 
-    NAME selects classes and pipelines by a part of their name; a single one is shown in full.
+    NAME selects classes and pipelines by part of their name. A single match is shown in full.
     """
     from .convert.catalog.supported import supported_models
 
     if markdown and (as_json or name):
-        raise click.UsageError("--markdown prints the whole page: leave NAME and --json out")
+        raise click.UsageError("--markdown prints the whole page: it takes neither NAME nor --json")
     table = supported_models(name)
     if markdown:
         show(table.as_markdown(), newline=False)
@@ -828,17 +922,22 @@ def models(name: str | None, markdown: bool, as_json: bool, verbose: bool, debug
 
 
 @cli.command()
-@click.option("-o", "--out", type=types.FOLDER, help="Keep the bundles here.")
+@click.option(
+    "-o",
+    "--out",
+    type=types.FOLDER,
+    help="Folder to keep the bundles in. [default: a temporary one]",
+)
 @click.option(
     "--prompts",
     type=types.UP_TO_200,
     default=24,
     show_default=True,
-    help="Prompts that the pictures are counted on.",
+    help="Prompts for which correct images are counted.",
 )
 @_common
 def demo(out: Path | None, prompts: int, as_json: bool, verbose: bool, debug: bool) -> None:
-    """Convert, verify, generate and compare with a tiny trained FLUX.1, offline."""
+    """Convert, verify and generate with a tiny trained FLUX.1, offline, beside diffusers."""
     _exact()
     from .convert.demo.demo import demo as run
 
@@ -849,7 +948,7 @@ def demo(out: Path | None, prompts: int, as_json: bool, verbose: bool, debug: bo
 
 
 def _quiet() -> None:
-    """Turn libraries' messages down."""
+    """Reduce the log output of libraries."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
@@ -858,8 +957,8 @@ def _quiet() -> None:
 
 
 def _exact() -> None:
-    """fp32 products in full precision, whatever the user set: for what is compared with PyTorch.
-    Elsewhere MLX's own setting holds."""
+    """Compute fp32 products in full precision, for comparisons with PyTorch. Other commands use
+    MLX's own setting."""
     os.environ["MLX_ENABLE_TF32"] = "0"
 
 
@@ -889,8 +988,8 @@ def main() -> None:
 
 
 def _leave(code: int, before: set[threading.Thread]) -> NoReturn:
-    """Exit. A transfer under way is not waited for: its threads, begun since, may hang on a server
-    for minutes, and Python would join them."""
+    """Exit without waiting for transfers: their threads may hang on a server for minutes, and
+    Python would join them."""
     begun = [thread for thread in threading.enumerate() if thread not in before]
     if any(not thread.daemon or thread.name == NOT_WAITED_FOR for thread in begun):
         sys.stdout.flush()
@@ -900,7 +999,7 @@ def _leave(code: int, before: set[threading.Thread]) -> NoReturn:
 
 
 def _of_system(error: OSError) -> str:
-    """What the system refuses: a matter of paths, permissions and disks, not of this program."""
+    """A failure of the operating system: paths, permissions, disks."""
     try:
         Path.cwd()
     except OSError:

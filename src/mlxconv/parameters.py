@@ -1,7 +1,7 @@
-"""Types of the options: what a value may be, whatever the files hold.
+"""Types of the command-line options.
 
-A value that the command line alone shows to be wrong is a usage error (exit 2, naming the option).
-One that takes the checkpoint or the bundle to judge is a failure of the command (exit 1).
+A value that is wrong whatever the files contain is a usage error (exit 2, naming the option). One
+that can only be judged by reading the checkpoint or the bundle is a failure (exit 1).
 """
 
 import math
@@ -19,13 +19,13 @@ Value = TypeVar("Value")
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
-    """A text as `read` takes it; what that refuses with MlxconvError is a usage error."""
+    """A value parsed by `read`, whose MlxconvError becomes a usage error."""
 
     def __init__(self, name: str, read: Callable[[str], object]) -> None:
         self.name, self.read = name, read
 
     def convert(self, value: Any, param: Any, ctx: Any) -> object:
-        """The value, which a default may be already."""
+        """Parse the text; a default may be parsed already."""
         if not isinstance(value, str):
             return value
         try:
@@ -34,12 +34,12 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic since click 
             self.fail(str(error), param, ctx)
 
     def get_metavar(self, param: Any, ctx: Any = None) -> str:
-        """The name as it is, where click would write `WXH`."""
+        """The name unchanged; click would write `WXH`."""
         return self.name
 
 
 class Integer(click.IntRange):
-    """At least `min`, which help shows, and at most `most`, beyond which nothing counts."""
+    """An integer from `min`, which help shows, to `most`."""
 
     name = "integer"
 
@@ -48,7 +48,7 @@ class Integer(click.IntRange):
         self.most = most
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
-        """A text as an integer."""
+        """Parse and check an integer."""
         number = int(super().convert(value, param, ctx))
         if number > self.most:
             self.fail(f"{value} is more than {self.most}", param, ctx)
@@ -56,12 +56,12 @@ class Integer(click.IntRange):
 
 
 class Number(click.FloatRange):
-    """A float in a range, and finite, which click's need not be."""
+    """A finite float in a range; click's own type accepts infinity and NaN."""
 
     name = "number"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        """A text as a float."""
+        """Parse and check a float."""
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number", param, ctx)
@@ -69,7 +69,7 @@ class Number(click.FloatRange):
 
 
 class FloatType(click.Choice):  # type: ignore[type-arg]
-    """A floating dtype by its short or its long name."""
+    """A float dtype by its short or long name."""
 
     short: ClassVar = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -82,12 +82,13 @@ class FloatType(click.Choice):  # type: ignore[type-arg]
         return self.short.get(chosen, chosen)
 
     def get_metavar(self, param: Any, ctx: Any = None) -> str:
-        """The short names alone."""
+        """Only the short names."""
         return f"[{'|'.join(self.short)}]"
 
 
 def _checked(function: str) -> Callable[[str], str]:
-    """The text itself, if `module:function`, which is imported for it, does not refuse it."""
+    """A parser that returns the text unchanged once `module:function` accepts it. The module is
+    imported on first use."""
     module, _, name = function.partition(":")
 
     def read(text: str) -> str:
@@ -135,12 +136,14 @@ def _numbers(text: str) -> tuple[float, ...]:
     except ValueError:
         numbers = (math.nan,)
     if not all(map(math.isfinite, numbers)):
-        raise MlxconvError(f"{text!r} is not numbers with commas between, such as 1.0,0.7")
+        raise MlxconvError(
+            f"{text!r} is not a list of numbers separated by commas, such as 1.0,0.7"
+        )
     return numbers
 
 
 def _precision(text: str) -> str:
-    """A name, or a policy file that is there; what that holds is read later."""
+    """The name of a precision, or an existing policy file, which is read later."""
     if not text.endswith(".toml"):
         return _checked(".convert.quantize.policy:parse_precision")(text)
     if not Path(text).expanduser().is_file():
@@ -172,7 +175,7 @@ def _class(text: str) -> str:
 
 def _address(text: str) -> str:
     if not text.lower().startswith(("http://", "https://")):
-        raise MlxconvError(f"{text!r} is not an http or https address")
+        raise MlxconvError(f"{text!r} is not an http or https URL")
     return text
 
 

@@ -80,7 +80,7 @@ def test_what_can_be_refused_is_refused_before_the_conversion(
 
 def test_options_of_publishing_need_a_repository(source: Path, tmp_path: Path, env: Env) -> None:
     done = run("convert", source, "-o", tmp_path / "out", "--license", "mit", env=env)
-    assert done.code == 2 and "--license is about publishing" in done.err
+    assert done.code == 2 and "--license is for publishing" in done.err
 
 
 def test_a_hub_source_without_a_licence_is_refused_before_its_download(

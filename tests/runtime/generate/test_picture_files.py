@@ -126,7 +126,7 @@ def test_prompts_come_from_a_file_or_stdin_with_several_seeds(bundle: Path, tmp_
     [
         ([], "give a PROMPT, --prompts FILE or --like PICTURE"),
         (["a", "--prompts", "-"], "not both"),
-        (["a", "--seed", "1", "--seed", "2", "--count", "2"], "--count counts up from one --seed"),
+        (["a", "--seed", "1", "--seed", "2", "--count", "2"], "--count needs a single --seed"),
     ],
 )
 def test_what_contradicts_itself_is_a_usage_error(
@@ -144,7 +144,7 @@ def test_what_contradicts_itself_is_a_usage_error(
         ("x", ["a"], "a folder that exists or ends in /"),
         ("absent/x.png", ["a"], "no folder .*absent; make it first"),
         ("absent/x/", ["a"], "no folder .*absent; make it first"),
-        ("x.png", ["--prompts", "-"], "no prompts in it; write one per line"),
+        ("x.png", ["--prompts", "-"], "the file has no prompts; write one per line"),
         ("x.png", ["--like", __file__], "not a picture that can be read"),
         ("x.png", ["--like", "docs/demo.png"], "does not say how it was made"),
     ],
