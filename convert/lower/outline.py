@@ -27,8 +27,8 @@ from mlxconv.runtime.program.program import (
     refs,
     substitute,
 )
+from mlxconv.runtime.program.types import UNKNOWN, Type
 
-from .rewrites.graph import dims_of, make_type
 from .rewrites.sharing import list_member, number
 
 SMALLEST = 8  # nodes: a call of fewer is longer to read than the nodes
@@ -275,7 +275,7 @@ class _Library:
 
     blocks: dict[str, Block] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
-    types: dict[str, dict[str, str]] = field(default_factory=dict)
+    types: dict[str, dict[str, Type]] = field(default_factory=dict)
 
     def add(self, prefix: str, block: Block) -> str:
         """The name of the block that does the same, written under a new name if there is none."""
@@ -309,7 +309,7 @@ class _Library:
         for name, block in self.blocks.items():
             known = self.types[name]
             block.nodes = [
-                replace(node, types=tuple(known.get(n, "") for n in node.out))
+                replace(node, types=tuple(known.get(n, UNKNOWN) for n in node.out))
                 for node in block.nodes
             ]
 
@@ -317,21 +317,19 @@ class _Library:
 def _key(block: Block) -> str:
     """All that makes two blocks the same: operations, arguments, modules, dtypes; not sizes."""
     nodes = [
-        (node.op, node.out, node.args, node.module, [t.partition("[")[0] for t in node.types])
+        (node.op, node.out, node.args, node.module, [t.dtype for t in node.types])
         for node in block.nodes
     ]
     return repr((nodes, block.outputs, block.inputs))
 
 
-def _common_type(one: str, other: str) -> str:
+def _common_type(one: Type, other: Type) -> Type:
     """`compute[batch, 64]` and `compute[batch, 128]` -> `compute[batch, ?]`."""
     if one == other:
         return one
-    first, second = dims_of(one), dims_of(other)
-    if first is None or second is None or len(first) != len(second):
-        return ""
-    dims = (a if a == b else "?" for a, b in zip(first, second))
-    return make_type(one.partition("[")[0], dims)
+    if one.dims is None or other.dims is None or len(one.dims) != len(other.dims):
+        return UNKNOWN
+    return Type(one.dtype, tuple(a if a == b else "?" for a, b in zip(one.dims, other.dims)))
 
 
 def _name_inputs(entries: Sequence[Entry], blocks: dict[str, Block]) -> None:

@@ -17,6 +17,7 @@ from ..errors import MlxconvError
 from ..ops import dtype_of
 from ..program.expressions import evaluate, names_in
 from ..program.program import Entry, Input, Program
+from ..program.types import INT
 
 PIXELS = (512, 512)  # width and height, where no size is asked for
 _GUIDANCE = 4.0  # times 1000 exact in bf16, to which models round it
@@ -131,7 +132,9 @@ def _pixel_dims(
 
 def _symbols(entry: Entry) -> set[str]:
     """The dims in the shapes of an entry's inputs."""
-    return {name for item in entry.inputs for size in _shape(item) for name in names_in(size)}
+    return {
+        name for item in entry.inputs for size in item.type.dims or () for name in names_in(size)
+    }
 
 
 def _check_complete(
@@ -154,13 +157,8 @@ def _integers(entry: Entry, table: Mapping[str, Any]) -> dict[str, str]:
     return {
         i.path: str(listed.get(i.path, i.name.removeprefix("num_")))
         for i in entry.inputs
-        if i.type == "int"
+        if i.type == INT
     }
-
-
-def _shape(item: Input) -> list[str]:
-    sizes = item.type.partition("[")[2].rpartition("]")[0]
-    return [] if item.type == "int" else [s.strip() for s in sizes.split(",") if s.strip()]
 
 
 def text_sizes(config: Mapping[str, Any], tokens: int | None, batch: int) -> Sizes:
@@ -218,8 +216,8 @@ class _Maker:
 
     def value(self, item: Input, full: float | None = None) -> mx.array:
         """Noise; ones where it masks or scales; zeros and counts where it numbers."""
-        shape = tuple(int(evaluate(size, self.dims)) for size in _shape(item))
-        name, dtype = item.path.lower(), item.type.partition("[")[0]
+        shape = tuple(int(evaluate(size, self.dims)) for size in item.type.dims or ())
+        name, dtype = item.path.lower(), item.type.dtype
         if full is not None:
             return self._array(np.full(shape, full, np.float32), dtype)
         if "mask" in name or "lens" in name:
@@ -236,8 +234,8 @@ class _Maker:
 
     def schedule(self, item: Input) -> mx.array:
         """(steps, *shape), falling; exact in bf16 and different at each of 64 steps."""
-        shape = tuple(int(evaluate(size, self.dims)) for size in _shape(item))
-        dtype = item.type.partition("[")[0]
+        shape = tuple(int(evaluate(size, self.dims)) for size in item.type.dims or ())
+        dtype = item.type.dtype
         falling = np.array([1 - (i % 64) / 64 for i in range(self.steps)], np.float32)
         if dtype.startswith("int"):
             falling = np.floor(999 * falling)

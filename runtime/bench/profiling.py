@@ -200,7 +200,7 @@ class Maxima:
 
     def see(self, node: Node, path: str, args: Mapping[str, Any], result: Any) -> None:
         """Values in the compute precision alone: others do not change with `--dtype`."""
-        if node.types and not node.types[0].startswith("compute"):
+        if node.types and node.types[0].dtype != "compute":
             return
         name, largest = block_of(self.blocks, path), largest_of(*floats([result]))
         row = self.found.setdefault(name, {"name": name, "max_abs": 0.0, "at": ""})

@@ -17,6 +17,7 @@ from ..exec.executor import Executor
 from ..ops import OPS, elementwise
 from ..ops.norms import _per_half
 from ..program.program import Arg, Block, Body, Entry, Node, Program, refs
+from ..program.types import UNKNOWN
 
 _Body = TypeVar("_Body", bound=Body)
 
@@ -151,7 +152,7 @@ def _separate(node: Node) -> list[Node]:
     held, biases = node.args["weights"], node.args["biases"]
     assert isinstance(held, tuple)
     assert isinstance(biases, tuple)
-    types = node.types or ("",) * len(node.out)
+    types = node.types or (UNKNOWN,) * len(node.out)
     made = []
     for out, type_, weight, bias in zip(node.out, types, held, biases, strict=True):
         args: dict[str, Arg] = {"x": node.args["x"], "weight": weight, "bias": bias}

@@ -12,6 +12,7 @@ from ..errors import MlxconvError
 from ..ops import dtype_of
 from ..program.expressions import axes_in, evaluate
 from ..program.program import Arg, Body, Entry, Input, Program, Weight, refs
+from ..program.types import INT, Type
 
 
 def bind(
@@ -172,10 +173,10 @@ def _check_elements(class_name: str, entry: Entry, values: Mapping[str, Any]) ->
 
 def _check_siblings(class_name: str, entry: Entry, values: Mapping[str, Any]) -> None:
     """The items of a list were traced with one shape for all."""
-    first: dict[tuple[str, str], Input] = {}
+    first: dict[tuple[str, Type], Input] = {}
     for item in entry.inputs:
         parent, _, last = item.path.rpartition(".")
-        if not last.isdigit() or item.type == "int":
+        if not last.isdigit() or item.type == INT:
             continue
         other = first.setdefault((parent, item.type), item)
         if values[other.name].shape != values[item.name].shape:
@@ -234,7 +235,11 @@ _KEEPS_VALUES = frozenset(
 def rows_by_input(program: Program, entry: Entry) -> dict[str, int]:
     """How many rows the tables have that inputs choose from, unchanged: a vocabulary's size."""
     found: dict[str, int] = {}
-    whole = (i.name for i in entry.inputs if i.type.startswith(("int32[", "int64[")))
+    whole = (
+        i.name
+        for i in entry.inputs
+        if i.type.dims is not None and i.type.dtype in ("int32", "int64")
+    )
     arrays = {name: frozenset((name,)) for name in whole}
     _trace_ids(program, entry, "", arrays, found)
     return found
@@ -304,16 +309,16 @@ def at(inputs: Mapping[str, Any], path: str, default: Any = _ABSENT) -> Any:
 def as_input(item: Input, value: Any, compute: str) -> Any:
     """The input in the dtype that the program takes. Kinds are cast across only where that gives
     what PyTorch gives."""
-    if item.type == "int":
+    if item.type == INT:
         return _integer(item, value)
-    dtype, _, shape = item.type.rstrip("]").partition("[")
+    dtype, sizes = item.type.dtype, item.type.dims or ()
     array = value if isinstance(value, mx.array) else mx.array(np.asarray(value))
-    sizes = [s.strip() for s in shape.split(",") if s.strip()]
     wrong = len(sizes) != array.ndim or any(
         s.isdigit() and int(s) != n for s, n in zip(sizes, array.shape)
     )
     if wrong:
-        raise _WrongSize(f"input {item.path} has shape {tuple(array.shape)}, expected [{shape}]")
+        expected = f"[{', '.join(sizes)}]"
+        raise _WrongSize(f"input {item.path} has shape {tuple(array.shape)}, expected {expected}")
     target = dtype_of(compute if dtype == "compute" else dtype)
     given, wanted = _kind(array.dtype), _kind(target)
     if given == wanted:

@@ -164,10 +164,9 @@ class Executor:
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self.traces = 0  # of whole entries by mx.compile: one for each set of shapes
         self._double = any(
-            "float64" in t or n.args.get("dtype") == "float64"
+            n.args.get("dtype") == "float64" or any(t.dtype == "float64" for t in n.types)
             for b in program.bodies()
             for n in b.nodes
-            for t in (*n.types, "")
         )
 
     def __call__(self, entry: str = "forward", /, **inputs: Any) -> Any:

@@ -66,7 +66,7 @@ class TinyDecoder:
 
     def decode(self, z: mx.array) -> mx.array:
         """As the VAE: latents (1, channels, height, width), or with frames before the height."""
-        frames = z.ndim == 5 and self._input.type.count(",") == 3
+        frames = z.ndim == 5 and len(self._input.type.dims or ()) == 4
         found = self.component.decode(**{self._input.path: z[:, :, 0] if frames else z})
         values: mx.array = found[0] if isinstance(found, tuple) else found
         return values[:, :, None] if frames else values

@@ -13,6 +13,7 @@ from ..errors import MlxconvError
 from ..exec.finite import explained
 from ..ops import long_sums
 from ..program.program import Entry
+from ..program.types import INT
 from .staging import Prepared, Staged
 
 Inputs = Mapping[str, Any]
@@ -240,11 +241,11 @@ def _join(entry: Entry, path: str, values: Sequence[Any]) -> Any:
             raise _Unequal(f"{path} has {len(values[0])} and {len(last)} items")
         return [_join(entry, f"{path}.{i}", each) for i, each in enumerate(zip(*values))]
     item = next((i for i in entry.inputs if i.path == path), None)
-    if item is None or item.type == "int":
+    if item is None or item.type == INT:
         return last
     arrays = [mx.array(value) for value in values]
     alike = len({tuple(array.shape) for array in arrays}) == 1
-    if _leading(item.type) in _batches(entry):
+    if (item.type.dims or ("",))[0] in _batches(entry):
         if not alike:
             raise _Unequal(f"{path} is {tuple(arrays[0].shape)} and {tuple(arrays[-1].shape)}")
         return mx.concatenate(arrays)
@@ -253,14 +254,7 @@ def _join(entry: Entry, path: str, values: Sequence[Any]) -> Any:
     return last
 
 
-def _leading(kind: str) -> str:
-    """The first size in a type: `compute[batch, tokens]` -> `batch`."""
-    return kind.partition("[")[2].rstrip("]").split(",")[0].strip()
-
-
 def _batches(entry: Entry) -> set[str]:
     """What the entry calls the batch: the first size of the inputs that change each step."""
-    sizes = {
-        _leading(i.type) for i in entry.inputs if i.stage in ("step", "schedule") and "[" in i.type
-    }
-    return {size for size in sizes if size and not size.isdigit()}
+    moving = (i.type.dims for i in entry.inputs if i.stage in ("step", "schedule"))
+    return {dims[0] for dims in moving if dims and not dims[0].isdigit()}

@@ -16,6 +16,7 @@ from ..exec.binding import as_input, at
 from ..exec.executor import Executor
 from ..program.program import STAGES, Entry, Input
 from ..program.stages import split, weights_read
+from ..program.types import INT
 
 Values = dict[str, Any]
 
@@ -157,7 +158,7 @@ class Prepared:
         self._parts, self._part = parts, parts.program.entries[-1]
         own = {i.name: i for i in parts.entry.inputs}
         names = [i.name for i in self._part.inputs]
-        moving = [n for n in names if n in own and own[n].stage == "step" and own[n].type != "int"]
+        moving = [n for n in names if n in own and own[n].stage == "step" and own[n].type != INT]
         self._moving: Sequence[tuple[Input, tuple[int, ...]]] = [
             (own[n], tuple(known[n].shape)) for n in moving
         ]

@@ -23,7 +23,7 @@ def _show_node(node: Node, stage: str) -> str:
         right = f"{node.args['block']}[{node.args['prefix']}]({inputs})"
     else:
         right = f"{node.op}({', '.join(f'{k}={_show(v)}' for k, v in node.args.items())})"
-    types = ", ".join(t for t in node.types if t)
+    types = ", ".join(str(t) for t in node.types if t)
     note = " · ".join(part for part in (types, stage) if part)
     return f"    {left} = {right}" + (f"  # {note}" if note else "")
 

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 from ..errors import MlxconvError
 from ..files import read_text
 from .expressions import axes_in, names_in
+from .types import Type, parse_type
 
 FORMAT = "mlxconv-program"
 VERSION = 2
@@ -60,7 +61,7 @@ class Node:
     out: tuple[str, ...]
     args: dict[str, Arg]
     module: str = ""
-    types: tuple[str, ...] = ()
+    types: tuple[Type, ...] = ()
 
 
 @dataclass(slots=True)
@@ -89,7 +90,7 @@ class Input:
 
     name: str
     path: str
-    type: str
+    type: Type
     stage: str = "step"
     kinds: str = "own"
 
@@ -261,13 +262,19 @@ def _decode(data: Any, depth: int = 0) -> Arg:
 
 def _encode_node(node: Node) -> list[Any]:
     args = {key: _encode(value) for key, value in node.args.items()}
-    return [node.op, list(node.out), args, node.module, list(node.types)]
+    return [node.op, list(node.out), args, node.module, [str(t) for t in node.types]]
 
 
 def _decode_node(data: Any) -> Node:
     op, out, args, module, types = data
     decoded = {k: _decode(v) for k, v in args.items()}
-    return Node(_text(op), _texts(out), decoded, _text(module), _texts(types))
+    return Node(
+        _text(op), _texts(out), decoded, _text(module), tuple(map(parse_type, _texts(types)))
+    )
+
+
+def _decode_input(name: str, path: str, type: str, *rest: str) -> Input:
+    return Input(name, path, parse_type(type), *rest)
 
 
 def _text(data: Any) -> str:
@@ -307,7 +314,7 @@ def to_json(program: Program) -> str:
             "literals": e.literals,
             "arguments": list(e.arguments),
             "assumptions": list(e.assumptions),
-            "inputs": [[i.name, i.path, i.type, i.stage, i.kinds] for i in e.inputs],
+            "inputs": [[i.name, i.path, str(i.type), i.stage, i.kinds] for i in e.inputs],
             **_encode_body(e),
         }
         for e in program.entries
@@ -370,7 +377,7 @@ def _parse(data: dict[str, Any]) -> Program:
             literals=dict(e["literals"]),
             arguments=_texts(e.get("arguments", [])),
             assumptions=_texts(e.get("assumptions", [])),
-            inputs=tuple(Input(*_texts(fields)) for fields in e["inputs"]),
+            inputs=tuple(_decode_input(*_texts(fields)) for fields in e["inputs"]),
         )
         for e in data["entries"]
     ]

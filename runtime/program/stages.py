@@ -26,6 +26,7 @@ from .program import (
     substitute,
     weights,
 )
+from .types import INT, UNKNOWN, Type
 
 STEP = len(STAGES) - 1
 # They make small values large; where only a later stage reads the result, it is made there.
@@ -48,7 +49,7 @@ def split(program: Program, entry: Entry) -> Program:
 
 def input_stages(entry: Entry) -> dict[str, int]:
     """When each input is known, by index into `STAGES`. Sizes are known before anything else."""
-    return {i.name: 0 if i.type == "int" else STAGES.index(i.stage) for i in entry.inputs}
+    return {i.name: 0 if i.type == INT else STAGES.index(i.stage) for i in entry.inputs}
 
 
 def value_stages(program: Program, entry: Entry) -> dict[str, int]:
@@ -137,7 +138,9 @@ class _Splitter:
             outputs = body.outputs if stage == STEP else tuple(Ref(n) for n in gives)
             if stage == STEP:
                 reads = _unique([*reads, *(n for n in refs(outputs) if n not in _made(nodes))])
-            inputs = [own.get(n) or Input(n, n, types.get(n, ""), _stage(body, n)) for n in reads]
+            inputs = [
+                own.get(n) or Input(n, n, types.get(n, UNKNOWN), _stage(body, n)) for n in reads
+            ]
             taps = _taps(body, nodes)
             made.append(Entry(nodes, outputs, taps, name, tuple(inputs), entry.sizes, {}))
         return made
@@ -181,7 +184,7 @@ class _Splitter:
                 "inputs": inputs,
             }
             types = {n: t for _, each in pieces.inner.placed for n, t in zip(each.out, each.types)}
-            kinds = tuple(types.get(inner, "") for inner in part.gives)
+            kinds = tuple(types.get(inner, UNKNOWN) for inner in part.gives)
             nodes.append((stage, Node("call", out, args, node.module, kinds)))
             outer.update({inner: Ref(n) for inner, n in zip(part.gives, out)})
         values = (_renamed(arg, outer) for arg in pieces.outputs)
@@ -259,10 +262,9 @@ def _parts_of_weights(body: _Sorted) -> set[str]:
     return found
 
 
-def _is_static(kind: str) -> bool:
+def _is_static(type: Type) -> bool:
     """Whether a type names its sizes as numbers: `compute[128, 64]`."""
-    sizes = kind.partition("[")[2].rstrip("]").split(",")
-    return all(size.strip().isdigit() for size in sizes)
+    return bool(type.dims) and all(size.isdigit() for size in type.dims or ())
 
 
 # ---- cutting ---------------------------------------------------------------------------------

@@ -46,8 +46,7 @@ def inputs(component: LoadedComponent) -> dict[str, mx.array]:
     sizes = {"batch": 1, "image_tokens": 6, "text_tokens": 4}
     found = {}
     for item in component.program.entry("forward").inputs:
-        shape = item.type.partition("[")[2].rstrip("]").split(",")
-        known = [sizes.get(s.strip()) or int(s) for s in shape]
+        known = [sizes.get(size) or int(size) for size in item.type.dims or ()]
         found[item.path] = mx.full(known, 0.5)
     return found
 

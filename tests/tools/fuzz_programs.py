@@ -339,8 +339,7 @@ class Subject:
         component = load_component(self.folder)
         for name in component.entries:
             items = [e for e in component.program.entries if e.name == name]
-            types = {i.type.partition("[")[2] for e in items for i in e.inputs}
-            names = {s.strip() for t in types for s in t.rstrip("]").split(",")}
+            names = {size for e in items for i in e.inputs for size in i.type.dims or ()}
             sizes = Sizes(None, {n: size for n, size in DIMS.items() if n in names})
             example = make_example(component.program, component.config, name, sizes)
             self.given[name] = example.at_step(0)

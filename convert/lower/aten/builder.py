@@ -12,6 +12,7 @@ from torch import fx
 
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program.program import Arg, Node, Ref, Weight, substitute
+from mlxconv.runtime.program.types import INT, UNKNOWN, Type
 
 from ...trace.repeats import Repeated
 
@@ -181,12 +182,12 @@ class Builder:
         """Number of axes of an argument; 0 for numbers."""
         return int(getattr(self.value(arg), "ndim", 0))
 
-    def type_of(self, value: Any) -> str:
+    def type_of(self, value: Any) -> Type:
         """`compute[batch, tokens, 64]` for a tensor, `int` for a size."""
         if isinstance(value, torch.Tensor):
             sizes = (str(n) if isinstance(n, int) else self.size_name(n) for n in value.shape)
-            return f"{self.dtype_name(value.dtype)}[{', '.join(sizes)}]"
-        return "int" if isinstance(value, (int, torch.SymInt)) else ""
+            return Type(self.dtype_name(value.dtype), tuple(sizes))
+        return INT if isinstance(value, (int, torch.SymInt)) else UNKNOWN
 
     def size_name(self, size: torch.SymInt) -> str:
         """A symbolic size in the recipe's dims: `s3 + s7` becomes `text_tokens + image_tokens`."""

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable
 
 from mlxconv.runtime.program.program import Arg, Node, Ref
+from mlxconv.runtime.program.types import INT
 
 from .graph import WIDER, Rewriter, Rules, is_last
 
@@ -58,9 +59,9 @@ def neutral(rewriter: Rewriter, node: Node) -> Arg:
         type_ = rewriter.type_of(x)
         if type(other) not in (int, float) or other != element or not isinstance(x, Ref):
             continue
-        if node.op == "floor_div" and type_ != "int":
+        if node.op == "floor_div" and type_ != INT:
             continue
-        if type_ == rewriter.type_of(Ref(node.out[0])) != "":
+        if type_ and type_ == rewriter.type_of(Ref(node.out[0])):
             return x
     return None
 

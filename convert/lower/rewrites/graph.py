@@ -7,10 +7,11 @@ that nobody reads any more are dropped afterwards, so a rule never deletes anyth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mlxconv.runtime.program.program import Arg, Entry, Node, Parameter, Ref, Weight, substitute
+from mlxconv.runtime.program.types import UNKNOWN, Type
 
 Rule = Callable[["Rewriter", Node], "Arg"]
 Rules = Mapping[str, Sequence[Rule]]
@@ -34,14 +35,14 @@ class Rewriter:
     """The nodes written so far, who made each value, and what values were replaced by."""
 
     parameters: Mapping[str, Parameter]
-    types: dict[str, str]
+    types: dict[str, Type]
     nodes: list[Node] = field(default_factory=list)
     producers: dict[str, Node] = field(default_factory=dict)
     replaced: dict[str, Arg] = field(default_factory=dict)
     module: str = ""
     _made: int = 0
 
-    def emit(self, op: str, type: str = "", **args: Arg) -> Ref:
+    def emit(self, op: str, type: Type = UNKNOWN, **args: Arg) -> Ref:
         """Append a node with one output, of the module that is being rewritten."""
         self._made += 1
         while f"r{self._made}" in self.types:
@@ -62,23 +63,23 @@ class Rewriter:
         node = self.producers.get(arg.name) if isinstance(arg, Ref) else None
         return node if node is not None and (not ops or node.op in ops) else None
 
-    def type_of(self, arg: Arg) -> str:
-        """`float32[batch, 64]`; empty when it is not known."""
+    def type_of(self, arg: Arg) -> Type:
+        """`float32[batch, 64]`; UNKNOWN when it is not known."""
         if isinstance(arg, Ref):
-            return self.types.get(arg.name, "")
+            return self.types.get(arg.name, UNKNOWN)
         if isinstance(arg, Weight) and arg.name in self.parameters:
             found = self.parameters[arg.name]
-            return f"{found.dtype}[{', '.join(map(str, found.shape))}]"
-        return ""
+            return Type(found.dtype, tuple(map(str, found.shape)))
+        return UNKNOWN
 
     def dtype(self, arg: Arg) -> str:
         """The dtype of a value; empty when it is not known, or not an array."""
-        kind, bracket, _ = self.type_of(arg).partition("[")
-        return kind if bracket else ""
+        type = self.type_of(arg)
+        return "" if type.dims is None else type.dtype
 
     def dims(self, arg: Arg) -> tuple[str, ...] | None:
         """The sizes of a value as text; None when they are not known."""
-        return dims_of(self.type_of(arg))
+        return self.type_of(arg).dims
 
     def bare(self, arg: Arg) -> Arg:
         """What `arg` was before casts."""
@@ -91,34 +92,7 @@ class Rewriter:
         found = self.dtype(arg)
         if found == dtype:
             return arg
-        return self.emit("cast", with_dtype(self.type_of(arg), dtype), x=arg, dtype=dtype)
-
-
-def dims_of(type: str) -> tuple[str, ...] | None:
-    """`float32[batch, Max(1, n), 64]` -> ("batch", "Max(1, n)", "64")."""
-    _, bracket, text = type.removesuffix("]").partition("[")
-    if not bracket:
-        return None
-    if "(" not in text:
-        return tuple(text.split(", ")) if text else ()
-    parts, depth = [""], 0
-    for char in text:
-        depth += (char == "(") - (char == ")")
-        if char == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += char
-    return tuple(part.strip() for part in parts)
-
-
-def make_type(dtype: str, dims: Iterable[str]) -> str:
-    """`float32`, ("batch", "64") -> `float32[batch, 64]`."""
-    return f"{dtype}[{', '.join(dims)}]"
-
-
-def with_dtype(type: str, dtype: str) -> str:
-    """The type with another dtype."""
-    return dtype + type[type.index("[") :] if "[" in type else ""
+        return self.emit("cast", replace(self.type_of(arg), dtype=dtype), x=arg, dtype=dtype)
 
 
 def is_last(axis: Arg, rank: int) -> bool:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from mlxconv.runtime.program.program import Arg, Entry, Node, Ref, refs
+from mlxconv.runtime.program.types import UNKNOWN, Type
 
-from .graph import dims_of, make_type, rename, rename_taps
+from .graph import rename, rename_taps
 
 _SPLITS = ("split", "split_every", "chunk")
 
@@ -43,7 +44,7 @@ def expand_before_split(entry: Entry) -> Entry:
 
 def _new_axis(node: Node, users: dict[str, list[Node]]) -> int | None:
     """The axis, counted from the front, that all users of all parts add; None if they differ."""
-    rank = len(dims_of(node.types[0]) or ()) if node.types else 0
+    rank = len(node.types[0].dims or ()) if node.types else 0
     if node.op not in _SPLITS or rank == 0 or not isinstance(node.args["axis"], int):
         return None
     readers = [user for part in node.out for user in users[part]]
@@ -53,19 +54,18 @@ def _new_axis(node: Node, users: dict[str, list[Node]]) -> int | None:
     return axes.pop() if len(axes) == 1 else None
 
 
-def _expanded(node: Node, axis: int, types: Mapping[str, str]) -> list[Node]:
+def _expanded(node: Node, axis: int, types: Mapping[str, Type]) -> list[Node]:
     name = f"{node.out[0]}_whole"
-    dims = dims_of(node.types[0]) or ()
+    dims = node.types[0].dims or ()
     own = int(str(node.args["axis"])) % len(dims)
     x = node.args["x"]
-    type = _with_axis(types.get(x.name, "") if isinstance(x, Ref) else "", axis)
+    type = _with_axis(types.get(x.name, UNKNOWN) if isinstance(x, Ref) else UNKNOWN, axis)
     whole = Node("expand_dims", (name,), {"x": x, "axis": axis}, node.module, (type,))
     args = {**node.args, "x": Ref(name), "axis": own + (axis <= own)}
     return [whole, replace(node, args=args, types=tuple(_with_axis(t, axis) for t in node.types))]
 
 
-def _with_axis(type: str, axis: int) -> str:
-    dims = dims_of(type)
-    if dims is None:
-        return ""
-    return make_type(type.partition("[")[0], (*dims[:axis], "1", *dims[axis:]))
+def _with_axis(type: Type, axis: int) -> Type:
+    if type.dims is None:
+        return UNKNOWN
+    return Type(type.dtype, (*type.dims[:axis], "1", *type.dims[axis:]))

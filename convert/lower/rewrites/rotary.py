@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlxconv.runtime.program.program import Arg, Node, Ref
+from mlxconv.runtime.program.types import INT, Type
 
-from .graph import Rewriter, Rules, is_last, make_type, match
+from .graph import Rewriter, Rules, is_last, match
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,17 +282,17 @@ def _emit_turn(rewriter: Rewriter, node: Node, turn: Turn) -> Arg:
 def _both(rewriter: Rewriter, first: Arg, second: Arg, interleaved: bool) -> Arg:
     """One table of an angle an element from two tables of an angle a pair."""
     dims, dtype = rewriter.dims(first) or (), rewriter.dtype(first)
-    whole = make_type(dtype, (*dims[:-1], str(2 * int(dims[-1]))))
+    whole = Type(dtype, (*dims[:-1], str(2 * int(dims[-1]))))
     if not interleaved:
         return rewriter.emit("concat", whole, xs=(first, second), axis=-1)
-    stacked = rewriter.emit("stack", make_type(dtype, (*dims, "2")), xs=(first, second), axis=-1)
+    stacked = rewriter.emit("stack", Type(dtype, (*dims, "2")), xs=(first, second), axis=-1)
     return rewriter.emit("reshape", whole, x=stacked, shape=_flat_shape(rewriter, first, dims))
 
 
 def _flat_shape(rewriter: Rewriter, arg: Arg, dims: tuple[str, ...]) -> tuple[Arg, ...]:
     """The shape of a table with twice as many last elements."""
     sizes: list[Arg] = [
-        int(n) if n.isdigit() else rewriter.emit("dim", "int", x=arg, axis=i)
+        int(n) if n.isdigit() else rewriter.emit("dim", INT, x=arg, axis=i)
         for i, n in enumerate(dims[:-1])
     ]
     return (*sizes, 2 * int(dims[-1]))
@@ -327,7 +328,7 @@ def _from_complex(rewriter: Rewriter, node: Node, turned: Arg, table: Arg) -> Ar
     dims, half = rewriter.dims(table), rewriter.dims(turned)
     if pair is None or not pair.interleaved or not dims or not half or dims[-1] != half[-1]:
         return None
-    type = make_type("float32", dims)
+    type = Type("float32", dims)
     cos = rewriter.emit("real", type, x=table)
     sin = rewriter.emit("imag", type, x=table)
     return _emit(rewriter, node, pair.x, cos, sin, True)
@@ -403,11 +404,11 @@ def _from_matrix(rewriter: Rewriter, node: Node, columns: Arg, table: Arg) -> Ar
 
     def entry(row: int, column: int) -> Arg:
         dtype = rewriter.dtype(table)
-        type = make_type(dtype, dims[:-1])
+        type = Type(dtype, dims[:-1])
         part = rewriter.emit("select", type, x=table, axis=-1, index=column)
-        return rewriter.emit("select", make_type(dtype, dims[:-2]), x=part, axis=-1, index=row)
+        return rewriter.emit("select", Type(dtype, dims[:-2]), x=part, axis=-1, index=row)
 
-    minus = make_type(rewriter.dtype(table), dims[:-2])
+    minus = Type(rewriter.dtype(table), dims[:-2])
     cos = _both(rewriter, entry(0, 0), entry(1, 1), True)
     sin = _both(rewriter, rewriter.emit("neg", minus, x=entry(0, 1)), entry(1, 0), True)
     return _emit(rewriter, node, rewriter.cast(x, rewriter.dtype(columns)), cos, sin, True)
@@ -418,9 +419,7 @@ def _emit(rewriter: Rewriter, node: Node, x: Arg, cos: Arg, sin: Arg, interleave
     out = Ref(node.out[0])
     wide = "float32" if "float32" in (rewriter.dtype(x), rewriter.dtype(cos)) else rewriter.dtype(x)
     dims = rewriter.dims(out) or ()
-    made = rewriter.emit(
-        "rotary", make_type(wide, dims), x=x, cos=cos, sin=sin, interleaved=interleaved
-    )
+    made = rewriter.emit("rotary", Type(wide, dims), x=x, cos=cos, sin=sin, interleaved=interleaved)
     return rewriter.cast(made, rewriter.dtype(out))
 
 

@@ -10,8 +10,9 @@ from dataclasses import replace
 from functools import reduce
 
 from mlxconv.runtime.program.program import STAGES, Arg, Entry, Node, Ref, refs
+from mlxconv.runtime.program.types import INT, UNKNOWN, Type
 
-from .graph import dims_of, rename, rename_taps
+from .graph import rename, rename_taps
 
 
 def drop_dead(entry: Entry) -> Entry:
@@ -63,7 +64,7 @@ class _Sizes:
         self._taken = {name for node in entry.nodes for name in node.out}
         self._taken.update(item.name for item in entry.inputs)
         self._known: dict[str, Arg | None] = {
-            item.name: Ref(item.name) for item in entry.inputs if item.type == "int"
+            item.name: Ref(item.name) for item in entry.inputs if item.type == INT
         }
         for text, item, axis in _input_sizes(entry):
             if text not in self._known:
@@ -95,7 +96,7 @@ class _Sizes:
         if len(name) > _LONGEST or not name.isidentifier() or name in self._taken:
             name = f"r_size{len(self.nodes)}"
         self._taken.add(name)
-        self.nodes.append(Node(op, (name,), args, "", ("int",)))
+        self.nodes.append(Node(op, (name,), args, "", (INT,)))
         return Ref(name)
 
 
@@ -117,14 +118,14 @@ class _UnknownError(Exception):
 def _input_sizes(entry: Entry) -> Iterable[tuple[str, str, int]]:
     """(size, input, axis), inputs that are known early first: what reads only sizes stays early."""
     for item in sorted(entry.inputs, key=lambda item: STAGES.index(item.stage)):
-        for axis, text in enumerate(dims_of(item.type) or ()):
+        for axis, text in enumerate(item.type.dims or ()):
             if not text.isdigit():
                 yield text, item.name, axis
 
 
-def _size_text(node: Node, types: dict[str, str]) -> str:
+def _size_text(node: Node, types: dict[str, Type]) -> str:
     x, axis = node.args["x"], node.args["axis"]
-    dims = dims_of(types.get(x.name, "")) if isinstance(x, Ref) else None
+    dims = types.get(x.name, UNKNOWN).dims if isinstance(x, Ref) else None
     return dims[axis] if dims is not None and isinstance(axis, int) else ""
 
 
@@ -150,7 +151,7 @@ def _parents(nodes: Sequence[Node]) -> list[str]:
     found = []
     for node in reversed(nodes):
         parent = node.module
-        if node.types == ("int",):
+        if node.types == (INT,):
             parent = reduce(common_parent, readers[node.out[0]], node.module)
         for name in refs(node.args.values()):
             readers[name].append(parent)
@@ -187,7 +188,7 @@ def share_common(entry: Entry) -> Entry:
 def _key(node: Node, args: dict[str, Arg]) -> str:
     """Equal for nodes that compute the same."""
     given = [f"{name}={value!r}" for name, value in args.items()]
-    if node.types == ("int",) and node.op in ("add", "mul"):
+    if node.types == (INT,) and node.op in ("add", "mul"):
         given = sorted(repr(value) for value in args.values())
     return f"{node.op} {len(node.out)} {given}"
 
@@ -242,7 +243,7 @@ def number(entry: Entry) -> Entry:
     count = 0
     for node in entry.nodes:
         for name in node.out:
-            if node.types == ("int",) and not _MADE_UP.fullmatch(name):
+            if node.types == (INT,) and not _MADE_UP.fullmatch(name):
                 given.add(name)
                 continue
             while f"v{count}" in given:

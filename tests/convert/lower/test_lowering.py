@@ -11,6 +11,7 @@ from mlxconv.convert.lower.aten.builder import row_name
 from mlxconv.convert.lower.lowering import Lowered, lower, supported
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.ops import OPS
+from mlxconv.runtime.program.types import Type
 
 from . import (
     test_lowering_elementwise,
@@ -119,7 +120,7 @@ def test_a_cast_to_the_traced_precision_is_a_cast_to_compute() -> None:
 
 def test_nodes_carry_module_and_type() -> None:
     (node,) = lowered(lambda x: x + 1, torch.ones(2, 3).bfloat16()).entry.nodes
-    assert (node.module, node.types) == ("child", ("compute[2, 3]",))
+    assert (node.module, node.types) == ("child", (Type("compute", ("2", "3")),))
 
 
 def test_the_kind_of_a_parameter_is_its_use() -> None:

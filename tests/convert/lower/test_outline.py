@@ -30,12 +30,13 @@ from mlxconv.runtime.program.program import (
     to_json,
     validate,
 )
+from mlxconv.runtime.program.types import parse_type
 
 from ..trace.evaluation import Arrays, Traced, evaluate
 
 pytestmark = pytest.mark.xdist_group("outline")
 
-TYPE = "compute[batch, 8]"
+TYPE = parse_type("compute[batch, 8]")
 X = Input("x", "x", TYPE)
 
 

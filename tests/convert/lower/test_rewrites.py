@@ -18,16 +18,17 @@ from mlxconv.convert.lower.rewrites.sharing import (
     share_sizes,
 )
 from mlxconv.runtime.program.program import Arg, Entry, Input, Node, Parameter, Ref, Weight
+from mlxconv.runtime.program.types import parse_type
 
 from ..trace.evaluation import error, evaluate
 
-X = Input("x", "x", "compute[batch, tokens, 8]")
-WIDE = Input("x", "x", "float32[batch, tokens, 8]")
+X = Input("x", "x", parse_type("compute[batch, tokens, 8]"))
+WIDE = Input("x", "x", parse_type("float32[batch, tokens, 8]"))
 LINEAR = {name: Parameter((4, 8), "compute", "linear") for name in "abc"}
 
 
 def node(out: str, op: str, type: str = "", /, module: str = "", **args: Arg) -> Node:
-    return Node(op, tuple(out.split()), args, module, tuple(type.split(";")))
+    return Node(op, tuple(out.split()), args, module, tuple(map(parse_type, type.split(";"))))
 
 
 def entry(*nodes: Node, inputs: tuple[Input, ...] = (X,), **fields: Any) -> Entry:
@@ -125,7 +126,7 @@ def test_sizes_of_inner_values_are_computed_from_the_inputs() -> None:
 
 
 def test_a_size_comes_from_the_input_that_is_known_first() -> None:
-    late, early = X, Input("ids", "ids", "int32[batch]", "prompt")
+    late, early = X, Input("ids", "ids", parse_type("int32[batch]"), "prompt")
     found = share_sizes(
         entry(
             node("n", "dim", "int", x=Ref("x"), axis=0),
@@ -215,11 +216,11 @@ def test_known_sizes_are_folded() -> None:
 def _rms(eps: Arg = 1e-6, axis: int = -1) -> list[Node]:
     one = "float32[batch, tokens, 1]"
     return [
-        node("s", "pow", WIDE.type, a=Ref("x"), b=2),
+        node("s", "pow", str(WIDE.type), a=Ref("x"), b=2),
         node("m", "mean", one, x=Ref("s"), axis=(axis,), keepdims=True),
         node("e", "add", one, a=Ref("m"), b=eps),
         node("r", "rsqrt", one, x=Ref("e")),
-        node("y", "mul", WIDE.type, a=Ref("r"), b=Ref("x")),
+        node("y", "mul", str(WIDE.type), a=Ref("r"), b=Ref("x")),
     ]
 
 
@@ -232,17 +233,17 @@ def test_a_weight_that_is_not_one_a_feature_stays_outside() -> None:
     for shape, wanted in (((8,), ["rms_norm"]), ((1,), ["rms_norm", "mul"])):
         weight = {"w": Parameter(shape, "float32", "other")}
         found = entry(
-            *_rms(), node("z", "mul", WIDE.type, a=Ref("y"), b=Weight("w")), inputs=(WIDE,)
+            *_rms(), node("z", "mul", str(WIDE.type), a=Ref("y"), b=Weight("w")), inputs=(WIDE,)
         )
         assert rewritten(found, weight) == wanted
 
 
 def test_a_residual_is_not_taken_for_a_shift() -> None:
     found = entry(
-        node("n", "layer_norm", WIDE.type, x=Ref("x"), weight=None, bias=None, eps=1e-6),
-        node("y", "mul", WIDE.type, a=Ref("n"), b=Ref("scale")),
-        node("z", "add", WIDE.type, a=Ref("y"), b=Ref("x")),
-        inputs=(WIDE, Input("scale", "scale", "float32[batch, 1, 8]")),
+        node("n", "layer_norm", str(WIDE.type), x=Ref("x"), weight=None, bias=None, eps=1e-6),
+        node("y", "mul", str(WIDE.type), a=Ref("n"), b=Ref("scale")),
+        node("z", "add", str(WIDE.type), a=Ref("y"), b=Ref("x")),
+        inputs=(WIDE, Input("scale", "scale", parse_type("float32[batch, 1, 8]"))),
     )
     assert rewritten(found) == ["modulated_norm", "add"]
 
@@ -253,14 +254,15 @@ def test_a_residual_is_not_taken_for_a_shift() -> None:
 def test_turning_the_other_way_is_not_rotary() -> None:
     """(b, -a) instead of (-b, a) turns by the negative angle."""
     half = "float32[batch, tokens, 4]"
-    table = Input("cos", "cos", "float32[tokens, 8]"), Input("sin", "sin", "float32[tokens, 8]")
+    wide = parse_type("float32[tokens, 8]")
+    table = Input("cos", "cos", wide), Input("sin", "sin", wide)
     found = entry(
         node("a b", "chunk", f"{half};{half}", x=Ref("x"), chunks=2, axis=-1),
         node("n", "neg", half, x=Ref("a")),
-        node("t", "concat", WIDE.type, xs=(Ref("b"), Ref("n")), axis=-1),
-        node("c", "mul", WIDE.type, a=Ref("x"), b=Ref("cos")),
-        node("s", "mul", WIDE.type, a=Ref("t"), b=Ref("sin")),
-        node("y", "add", WIDE.type, a=Ref("c"), b=Ref("s")),
+        node("t", "concat", str(WIDE.type), xs=(Ref("b"), Ref("n")), axis=-1),
+        node("c", "mul", str(WIDE.type), a=Ref("x"), b=Ref("cos")),
+        node("s", "mul", str(WIDE.type), a=Ref("t"), b=Ref("sin")),
+        node("y", "add", str(WIDE.type), a=Ref("c"), b=Ref("s")),
         inputs=(WIDE, *table),
     )
     assert "rotary" not in rewritten(found)
@@ -298,7 +300,7 @@ def test_a_new_axis_for_each_part_becomes_one_before_the_split() -> None:
         node("c", "expand_dims", wide, x=Ref("a"), axis=1),
         node("d", "expand_dims", wide, x=Ref("b"), axis=1),
         node("y", "sub", wide, a=Ref("c"), b=Ref("d")),
-        inputs=(Input("x", "x", "float32[batch, 8]"),),
+        inputs=(Input("x", "x", parse_type("float32[batch, 8]")),),
     )
     after = rewrite(before, {})
     assert ops(after) == ["expand_dims", "split_every", "sub"]

@@ -96,7 +96,8 @@ def _stored(values: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
 def arrays_for(entry: Entry, arguments: Mapping[str, Any], compute: str) -> dict[str, Any]:
     """Torch arguments by the names that the entry's inputs have, in their dtypes."""
     return {
-        item.name: _array(_at(arguments, item.path), item.type, compute) for item in entry.inputs
+        item.name: _array(_at(arguments, item.path), item.type.dtype, compute)
+        for item in entry.inputs
     }
 
 
@@ -106,10 +107,9 @@ def _at(tree: Any, path: str) -> Any:
     return tree
 
 
-def _array(value: Any, type: str, compute: str) -> Any:
+def _array(value: Any, dtype: str, compute: str) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    dtype = type.partition("[")[0]
     return mx.array(value.numpy()).astype(dtype_of(compute if dtype == "compute" else dtype))
 
 

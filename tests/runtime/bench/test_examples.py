@@ -10,11 +10,14 @@ import pytest
 from mlxconv.runtime.bench.examples import Sizes, entry_at, make_example, text_sizes
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program.program import Entry, Input, Program
+from mlxconv.runtime.program.types import parse_type
 
-LATENTS = Input("hidden_states", "hidden_states", "compute[batch, height * width, 4]", "step")
-TIME = Input("timestep", "timestep", "float32[batch]", "schedule")
-ROWS = Input("img_shapes_0_1", "img_shapes.0.1", "int", "step")
-MASK = Input("mask", "attention_mask", "bool[batch, text_tokens]", "prompt")
+LATENTS = Input(
+    "hidden_states", "hidden_states", parse_type("compute[batch, height * width, 4]"), "step"
+)
+TIME = Input("timestep", "timestep", parse_type("float32[batch]"), "schedule")
+ROWS = Input("img_shapes_0_1", "img_shapes.0.1", parse_type("int"), "step")
+MASK = Input("mask", "attention_mask", parse_type("bool[batch, text_tokens]"), "prompt")
 TABLE = {
     "dims": {"batch": 2, "height": 6, "width": 4, "text_tokens": 11},
     "pixels": {"height": "H // 16", "width": "W // 16", "text_tokens": 77},

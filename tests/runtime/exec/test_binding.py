@@ -8,12 +8,13 @@ import pytest
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.exec.binding import NoSuchSize, bind
 from mlxconv.runtime.program.program import Entry, Input, Program
+from mlxconv.runtime.program.types import INT, parse_type
 
 LIST = Entry(
     [], (),
     inputs=(
-        Input("a", "prompts.0", "compute[tokens, 4]"),
-        Input("b", "prompts.1", "compute[tokens, 4]"),
+        Input("a", "prompts.0", parse_type("compute[tokens, 4]")),
+        Input("b", "prompts.1", parse_type("compute[tokens, 4]")),
     ),
 )  # fmt: skip
 
@@ -27,8 +28,15 @@ def test_the_items_of_a_list_have_one_shape() -> None:
         bind(program, "forward", other, "float32")
 
 
+def test_a_size_may_have_a_comma_of_its_own() -> None:
+    inputs = (Input("x", "x", parse_type("int32[Max(1, n)]")),)
+    given = {"x": mx.zeros((3,), mx.int32)}
+    bound = bind(Program("Model", [Entry([], (), inputs=inputs)]), "forward", given, "float32")[1]
+    assert bound["x"].shape == (3,)
+
+
 def assuming(**literals: object) -> Program:
-    inputs = (Input("x", "x", "int32[n]", kinds="count"),)
+    inputs = (Input("x", "x", parse_type("int32[n]"), kinds="count"),)
     return Program("Model", [Entry([], (), inputs=inputs, literals=literals)])
 
 
@@ -76,7 +84,7 @@ def test_kinds_are_cast_only_where_numbers_alone_count() -> None:
 
 
 def test_a_list_has_as_many_items_as_were_traced() -> None:
-    inputs = tuple(Input(f"n{i}", f"shapes.0.0.{i}", "int") for i in range(3))
+    inputs = tuple(Input(f"n{i}", f"shapes.0.0.{i}", parse_type("int")) for i in range(3))
     program = Program("Model", [Entry([], (), inputs=inputs)])
     assert bind(program, "forward", {"shapes": [[(1, 2, 3)]] * 2}, "float32")[1]["n1"] == 2
     for given in ([[(1, 2, 3), (1, 2, 3)]], [[(1, 2, 3)], [(1, 4, 3)]], [[(1, 2, 3, 4)]]):
@@ -85,7 +93,7 @@ def test_a_list_has_as_many_items_as_were_traced() -> None:
 
 
 def test_sizes_choose_the_entry_that_was_traced_for_them() -> None:
-    inputs = (Input("x", "frames.0", "float32[n, 4]"), Input("m", "count", "int"))
+    inputs = (Input("x", "frames.0", parse_type("float32[n, 4]")), Input("m", "count", INT))
     few = Entry([], (), inputs=inputs, sizes={"n": 2}, assumptions=("x[0] <= 4", "max(m, 3) == 3"))
     many = Entry([], (), inputs=inputs, assumptions=("x[0] >= 5",))
     program = Program("Model", [many, few])

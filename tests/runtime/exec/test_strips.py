@@ -37,7 +37,7 @@ def normal(shape: tuple[int, ...], seed: int = 0) -> mx.array:
 
 def decoded(component: LoadedComponent, shape: tuple[int, ...]) -> mx.array:
     (item,) = component.program.entry("decode").inputs
-    channels = int(item.type.split(",")[1])
+    channels = int((item.type.dims or ())[1])
     found = component.decode(**{item.path: normal((shape[0], channels, *shape[2:]))})
     values = found[0] if isinstance(found, tuple) else found
     mx.eval(values)

@@ -16,6 +16,7 @@ from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.exec.executor import Executor
 from mlxconv.runtime.ops import OPS
 from mlxconv.runtime.program.program import Entry, Input, Node, Program, Ref, Weight, validate
+from mlxconv.runtime.program.types import parse_type
 
 from ...bundles import PROGRAM, WEIGHTS, change_json, change_tensors, copy
 from ...conftest import Bundles
@@ -94,7 +95,7 @@ def test_attention_over_no_heads_gives_nothing() -> None:
 
 
 def _program(*nodes: Node) -> Program:
-    entry = Entry(list(nodes), (Ref("y"),), inputs=(Input("x", "x", "float32[n]"),))
+    entry = Entry(list(nodes), (Ref("y"),), inputs=(Input("x", "x", parse_type("float32[n]")),))
     return Program("Hand", [entry])
 
 

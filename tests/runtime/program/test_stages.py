@@ -16,6 +16,7 @@ from mlxconv.runtime.program.program import (
     validate,
 )
 from mlxconv.runtime.program.stages import shares, split, value_stages, weights_by_stage
+from mlxconv.runtime.program.types import INT, parse_type
 
 
 def linear(out: str, x: str, weight: str) -> Node:
@@ -44,9 +45,9 @@ def program() -> Program:
          Node("abs", ("e",), {"x": Weight("table")}), linear("f", "p", "text")],
         (Ref("c"), Ref("d"), Ref("e"), Ref("f")),
         inputs=(
-            Input("x", "x", "compute[1]"),
-            Input("t", "t", "compute[1]", "schedule"),
-            Input("p", "p", "compute[1]", "prompt"),
+            Input("x", "x", parse_type("compute[1]")),
+            Input("t", "t", parse_type("compute[1]"), "schedule"),
+            Input("p", "p", parse_type("compute[1]"), "prompt"),
         ),
     )  # fmt: skip
     names = ["layers.0.modulation", "layers.0.mlp", "after_time", "after_all", "table", "text"]
@@ -72,7 +73,7 @@ def test_a_call_becomes_one_for_each_stage_of_its_block(program: Program) -> Non
 
 def test_sizes_of_the_latents_are_known_first(program: Program) -> None:
     entry = program.entries[0]
-    entry.nodes.append(Node("dim", ("n",), {"x": Ref("x"), "axis": 0}, "", ("int",)))
+    entry.nodes.append(Node("dim", ("n",), {"x": Ref("x"), "axis": 0}, "", (INT,)))
     entry.nodes.append(Node("reshape", ("r",), {"x": Ref("t"), "shape": (Ref("n"),)}))
     assert value_stages(program, entry)["n"] == 0
     assert value_stages(program, entry)["r"] == 2
@@ -104,8 +105,9 @@ def test_one_of_a_stack_of_weights_stays_with_its_reader(
     """Apart, an expert would be a copy; a table that is cut to a size is smaller than it was."""
     entry = program.entries[0]
     taken = {"x": Weight("stack"), "axis": 0, "index": 1}
-    entry.nodes.append(Node("select", ("one",), taken, "", (shape,)))
-    entry.nodes.append(Node("transpose", ("t",), {"x": Ref("one"), "axes": (1, 0)}, "", (shape,)))
+    entry.nodes.append(Node("select", ("one",), taken, "", (parse_type(shape),)))
+    turned = {"x": Ref("one"), "axes": (1, 0)}
+    entry.nodes.append(Node("transpose", ("t",), turned, "", (parse_type(shape),)))
     entry.nodes.append(Node("matmul", ("y",), {"a": Ref("b"), "b": Ref("t")}))
     entry.outputs = (*entry.outputs, Ref("y"))
     stages = weights_by_stage(program, entry)
