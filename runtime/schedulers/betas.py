@@ -7,9 +7,10 @@ keeps few digits, and they are to be the same few.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Literal
 
 import numpy as np
 
@@ -17,35 +18,65 @@ from ..errors import MlxconvError
 from .schedule import Array
 
 
-def alphas_cumprod(options: Mapping[str, Any], *, floor: bool = False) -> Array:
+@dataclass(frozen=True)
+class AnyBetas:
+    """The training's noise levels; which of the schedules a scheduler knows, its subclasses say."""
+
+    num_train_timesteps: int = 1000
+    beta_start: float = 0.0001
+    beta_end: float = 0.02
+    beta_schedule: Literal[
+        "linear", "scaled_linear", "squaredcos_cap_v2", "exp", "laplace", "sigmoid"
+    ] = "linear"
+    trained_betas: Sequence[float] | None = None
+
+
+@dataclass(frozen=True)
+class Betas(AnyBetas):
+    beta_schedule: Literal["linear", "scaled_linear", "squaredcos_cap_v2"] = "linear"
+
+
+LATENT = Betas(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
+
+
+@dataclass(frozen=True)
+class Timesteps:
+    """Which of the training's timesteps are picked."""
+
+    timestep_spacing: Literal["linspace", "leading", "trailing"] = "leading"
+    steps_offset: int = 0
+
+
+LINSPACE = Timesteps("linspace")
+
+
+def alphas_cumprod(betas: AnyBetas, rescaled: bool = False, *, floor: bool = False) -> Array:
     """Cumulative alphas (num_train_timesteps,) float32.
 
-    floor: with `rescale_betas_zero_snr` the last is 2^-24, so that its sigma is finite.
+    rescaled: the last is zero (`rescale_betas_zero_snr`); or 2^-24 with `floor`, so that its sigma
+    is finite.
     """
-    betas = _betas(options)
-    rescaled = options.get("rescale_betas_zero_snr", False)
+    values = _betas(betas)
     if rescaled:
-        betas = _zero_terminal_snr(betas)
-    table = _cumprod(np.float32(1) - betas)
+        values = _zero_terminal_snr(values)
+    table = _cumprod(np.float32(1) - values)
     if rescaled and floor:
         table[-1] = 2.0**-24
     return table
 
 
-def snr_shifted(options: Mapping[str, Any]) -> Array:
+def snr_shifted(betas: AnyBetas, rescaled: bool, scale: float) -> Array:
     """CogVideoX's cumulative alphas (num_train_timesteps,), in float64 where its betas are.
 
-    The signal-to-noise ratio is divided by `snr_shift_scale` (arXiv 2408.06072, section 3.2).
+    The signal-to-noise ratio is divided by `scale` (arXiv 2408.06072, section 3.2).
     """
-    start, end = options["beta_start"] ** 0.5, options["beta_end"] ** 0.5
-    if options["beta_schedule"] == "scaled_linear" and options["trained_betas"] is None:
-        betas = np.linspace(start, end, options["num_train_timesteps"]) ** 2
-        table = np.cumprod(1 - betas)
+    if betas.beta_schedule == "scaled_linear" and betas.trained_betas is None:
+        ends = betas.beta_start**0.5, betas.beta_end**0.5
+        table = np.cumprod(1 - np.linspace(*ends, betas.num_train_timesteps) ** 2)
     else:
-        table = _cumprod(np.float32(1) - _betas(options)).astype(np.float64)
-    scale = options["snr_shift_scale"]
+        table = _cumprod(np.float32(1) - _betas(betas)).astype(np.float64)
     table = table / (scale + (1 - scale) * table)
-    return _zero_terminal(table) if options["rescale_betas_zero_snr"] else table
+    return _zero_terminal(table) if rescaled else table
 
 
 def noise_levels(table: Array) -> Array:
@@ -54,11 +85,11 @@ def noise_levels(table: Array) -> Array:
     return levels
 
 
-def _betas(options: Mapping[str, Any]) -> Array:
-    if options["trained_betas"] is not None:
-        return np.asarray(options["trained_betas"], dtype=np.float32)
-    start, end = options["beta_start"], options["beta_end"]
-    return _BETAS[options["beta_schedule"]](start, end, options["num_train_timesteps"])
+def _betas(betas: AnyBetas) -> Array:
+    if betas.trained_betas is not None:
+        return np.asarray(betas.trained_betas, dtype=np.float32)
+    schedule = _BETAS[betas.beta_schedule]
+    return schedule(betas.beta_start, betas.beta_end, betas.num_train_timesteps)
 
 
 def _linear(start: float, end: float, count: int) -> Array:
@@ -133,34 +164,32 @@ def _zero_terminal(bars: Array) -> Array:
     return moved
 
 
-def spaced(options: Mapping[str, Any], steps: int, *, rounded: bool = True) -> Array:
-    """Timesteps (steps,), falling: arXiv 2305.08891, table 2."""
-    train, spacing = options["num_train_timesteps"], options["timestep_spacing"]
-    if spacing == "linspace":
-        picked = np.linspace(0, train - 1, steps)[::-1]
-        picked = picked.round() if rounded else picked.astype(np.float32).astype(np.float64)
-    elif spacing == "leading":
-        picked = (np.arange(steps) * (train // steps))[::-1] + float(options["steps_offset"])
+def spaced(picked: Timesteps, train: int, steps: int, *, rounded: bool = True) -> Array:
+    """Timesteps (steps,), falling, of `train`: arXiv 2305.08891, table 2."""
+    if picked.timestep_spacing == "linspace":
+        found = np.linspace(0, train - 1, steps)[::-1]
+        found = found.round() if rounded else found.astype(np.float32).astype(np.float64)
+    elif picked.timestep_spacing == "leading":
+        found = (np.arange(steps) * (train // steps))[::-1] + float(picked.steps_offset)
     else:
-        picked = np.arange(train, 0, -train / steps)[:steps].round() - 1
-    return _within(picked, train, steps)
+        found = np.arange(train, 0, -train / steps)[:steps].round() - 1
+    return _within(found, train, steps)
 
 
-def spaced_open(options: Mapping[str, Any], steps: int, last: int | None = None) -> Array:
+def spaced_open(picked: Timesteps, train: int, steps: int, last: int | None = None) -> Array:
     """Timesteps (steps,), falling, of a spacing of `steps + 1` without its end: the multistep way.
 
     last: one more than the largest (`lambda_min_clipped` lowers it), for each spacing.
     """
-    train, spacing = options["num_train_timesteps"], options["timestep_spacing"]
     last = train if last is None else last
-    if spacing == "linspace":
-        picked = np.linspace(0, last - 1, steps + 1).round()[::-1][:-1]
-    elif spacing == "leading":
-        picked = (np.arange(steps + 1) * (last // (steps + 1)))[::-1][:-1]
-        picked = picked + float(options["steps_offset"])
+    if picked.timestep_spacing == "linspace":
+        found = np.linspace(0, last - 1, steps + 1).round()[::-1][:-1]
+    elif picked.timestep_spacing == "leading":
+        found = (np.arange(steps + 1) * (last // (steps + 1)))[::-1][:-1]
+        found = found + float(picked.steps_offset)
     else:
-        picked = np.arange(last, 0, -train / steps)[:steps].round() - 1
-    return _within(picked, train, steps)
+        found = np.arange(last, 0, -train / steps)[:steps].round() - 1
+    return _within(found, train, steps)
 
 
 def _within(picked: Array, train: int, steps: int) -> Array:

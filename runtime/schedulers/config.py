@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import Any
 from ..errors import ArgumentError, MlxconvError
 from ..files import read_json
 from .names import EVEN, USUAL_NAMES, Named, parsed, spacings, usual_names
+from .options import MOST_STEPS
+from .sigmas import RESPACINGS
 from .table import FOREIGN, SCHEDULERS, Row
 
 CONFIG = "scheduler_config.json"
@@ -25,8 +26,6 @@ _FAMILIES = {
     "LTXEuler": "flow",
     "Helios": "flow",
 }
-_SPACINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
-_MOST_STEPS = 100_000
 _SYNONYMS = {"shift": "flow_shift", "flow_shift": "shift"}
 
 
@@ -50,7 +49,7 @@ class Scheduler:
     @property
     def unused(self) -> dict[str, Any]:
         """What the file holds that this class does not read, as in diffusers: worth a line."""
-        read = {*self.row.options} - self.row.unread
+        read = self.row.reads.keys()
         return {
             key: value
             for key, value in _public(self.config).items()
@@ -133,7 +132,7 @@ def check_name(text: str) -> None:
     """ArgumentError for a name, or an option behind it, that no model's scheduler has."""
     asked = parsed(text)
     _check_class(asked)
-    known = {option for row in SCHEDULERS.values() for option in {*row.options} - row.unread}
+    known = {option for row in SCHEDULERS.values() for option in row.reads}
     for unknown in sorted(asked.options.keys() - known):
         near = difflib.get_close_matches(unknown, sorted(known), 3, 0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
@@ -175,7 +174,7 @@ def _fitting(name: str, family: str, source: str) -> str:
 
 def _asked_options(asked: Named, row: Row, family: str) -> dict[str, Any]:
     """What a name changes; MlxconvError where its solver has no levels of that spacing."""
-    changed = asked.options_for(set(row.options) - row.unread, family)
+    changed = asked.options_for(row.reads, family)
     if changed is None:
         named = {name: replace(asked, solver=name) for name in usual_names(family)}
         have = [name for name, other in named.items() if _takes_spacing(other, family)]
@@ -188,23 +187,22 @@ def _asked_options(asked: Named, row: Row, family: str) -> dict[str, Any]:
 
 def _takes_spacing(asked: Named, family: str) -> bool:
     row = SCHEDULERS[asked.class_for(family)]
-    return asked.options_for(set(row.options) - row.unread, family) is not None
+    return asked.options_for(row.reads, family) is not None
 
 
 def _without_rivals(options: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
     """The options without a spacing of sigmas that a new one takes the place of."""
-    if not any(changed.get(key) for key in _SPACINGS):
+    if not any(changed.get(key) for key in RESPACINGS):
         return dict(options)
-    return {key: value for key, value in options.items() if key not in _SPACINGS}
+    return {key: value for key, value in options.items() if key not in RESPACINGS}
 
 
 def _check_known(changed: Mapping[str, Any], row: Row, name: str, source: str) -> None:
-    read = set(row.options) - row.unread
-    unknown = sorted(set(changed) - read)
+    unknown = sorted(changed.keys() - row.reads.keys())
     if unknown:
         raise MlxconvError(
             f"{source}: {name} reads no option {', '.join(unknown)}; it reads: "
-            f"{', '.join(sorted(read))}"
+            f"{', '.join(sorted(row.reads))}"
         )
 
 
@@ -220,7 +218,7 @@ def _translated(options: dict[str, Any], row: Row, family: str) -> dict[str, Any
     options = {
         key: value
         for key, value in options.items()
-        if value is not None or None in row.choices.get(key, (None,))
+        if value is not None or key not in row.reads or None in (row.reads[key].choices or (None,))
     }
     if family != "flow":
         return options
@@ -247,56 +245,20 @@ def _checked(given: Mapping[str, Any], row: Row, name: str, source: str) -> dict
             f"{', '.join(sorted(row.options))}"
         )
     options = {**row.options, **{k: v for k, v in given.items() if k in row.options}}
-    for key, default in row.options.items():
-        if key in row.unread:
-            continue
-        if isinstance(default, bool) and options[key] is None:
+    for key, option in row.reads.items():
+        if option.type is bool and options[key] is None:
             options[key] = False
-        _check_value(key, options[key], default, row, f"{source}: {name}")
+        option.check(options[key], key, f"{source}: {name}")
     _check_exclusive(options, f"{source}: {name}")
     return options
 
 
-def _check_value(key: str, value: Any, default: Any, row: Row, where: str) -> None:
-    choices = row.choices.get(key)
-    if choices is not None:
-        if value not in choices:
-            supported = ", ".join(str(choice) for choice in choices)
-            raise MlxconvError(f"{where}: {key} {value!r} is not supported; supported: {supported}")
-        return
-    if not _fits(value, default):
-        kind = "number" if default is None else type(default).__name__
-        raise MlxconvError(f"{where}: {key} must be a {kind}, found {value!r}")
-
-
-def _fits(value: Any, default: Any) -> bool:
-    if isinstance(default, bool):
-        return isinstance(value, bool)
-    if isinstance(default, float) and value == default:
-        return True  # which may be infinite
-    if isinstance(default, tuple) or isinstance(value, list):
-        return isinstance(value, list | tuple) and all(_is_number(v) for v in value)
-    if isinstance(default, int):
-        return isinstance(value, int) and _is_number(value) and abs(value) <= _MOST_STEPS
-    if default is None:
-        return value is None or _is_number(value)
-    return _is_number(value)
-
-
-def _is_number(value: Any) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and -math.inf < value < math.inf
-    )
-
-
 def _check_exclusive(options: Mapping[str, Any], where: str) -> None:
-    asked = [key for key in _SPACINGS if options.get(key)]
+    asked = [key for key in RESPACINGS if options.get(key)]
     if len(asked) > 1:
         raise MlxconvError(f"{where}: {' and '.join(asked)} exclude each other: set one")
-    if not 1 <= options.get("num_train_timesteps", 1) <= _MOST_STEPS:
-        raise MlxconvError(f"{where}: num_train_timesteps must be 1 to {_MOST_STEPS}")
+    if not 1 <= options.get("num_train_timesteps", 1) <= MOST_STEPS:
+        raise MlxconvError(f"{where}: num_train_timesteps must be 1 to {MOST_STEPS}")
     flowless = "use_flow_sigmas" in options and not options["use_flow_sigmas"]
     if flowless and options.get("shift_terminal") is not None:
         raise MlxconvError(f"{where}: shift_terminal needs use_flow_sigmas")

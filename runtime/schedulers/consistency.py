@@ -6,25 +6,37 @@ diffusers 0.42.1 LCMScheduler, TCDScheduler and SCMScheduler.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 
 from ..errors import MlxconvError
-from .betas import alphas_cumprod
+from .betas import LATENT, Betas, alphas_cumprod
 from .ddim import beta_path
-from .limits import limit_of
-from .predictions import noise_of
-from .request import Options, Request, custom_timesteps
+from .limits import Limits
+from .predictions import Prediction, noise_of
+from .request import Request
 from .schedule import Array, Path, Schedule, assemble, basis
 
 _SIGMA_DATA = 0.5  # of LCM's boundary condition, whatever the options say
 
 
-def lcm(options: Options, request: Request) -> Schedule:
-    table, timesteps = alphas_cumprod(options), _distilled_timesteps(options, request)
+def lcm(
+    request: Request,
+    *,
+    betas: Betas = LATENT,
+    limits: Limits,
+    prediction_type: Prediction = "epsilon",
+    rescale_betas_zero_snr: bool = False,
+    original_inference_steps: int = 50,
+    timestep_scaling: float = 10.0,
+) -> Schedule:
+    table, begin = alphas_cumprod(betas, rescale_betas_zero_snr), request.begin
+    timesteps = _distilled(request, betas.num_train_timesteps, original_inference_steps)
     bars = table[timesteps].astype(np.float64)
     after = np.append(bars[1:], bars[-1:])
     draws = np.arange(len(timesteps)) < len(timesteps) - 1
-    scaled = timesteps * options["timestep_scaling"]
+    scaled = timesteps * timestep_scaling
     skip = _SIGMA_DATA**2 / (scaled**2 + _SIGMA_DATA**2)
     out = scaled / np.sqrt(scaled**2 + _SIGMA_DATA**2)
     x, _, _, clean, noise = basis(0)
@@ -32,18 +44,27 @@ def lcm(options: Options, request: Request) -> Schedule:
     for n, bar in enumerate(after):
         moved = out[n] * clean + skip[n] * x
         updates.append([np.sqrt(bar) * moved + np.sqrt(1 - bar) * noise if draws[n] else moved])
-    return _from(request.begin, options, table, timesteps, updates, draws)
+    path = beta_path(prediction_type, table, timesteps[begin:])
+    return assemble(path, updates[begin:], draws=draws[begin:], limit=limits.limit())
 
 
-def tcd(options: Options, request: Request) -> Schedule:
-    """eta (of the request, 0.3 unless told) is the paper's gamma: how much noise comes back."""
-    table, timesteps = alphas_cumprod(options), _distilled_timesteps(options, request)
+def tcd(
+    request: Request,
+    *,
+    betas: Betas = LATENT,
+    prediction_type: Prediction = "epsilon",
+    rescale_betas_zero_snr: bool = False,
+    original_inference_steps: int = 50,
+) -> Schedule:
+    """eta (of the request, 0.3 by default) is the paper's gamma: how much noise comes back."""
+    table, begin = alphas_cumprod(betas, rescale_betas_zero_snr), request.begin
+    timesteps = _distilled(request, betas.num_train_timesteps, original_inference_steps)
     eta = 0.3 if request.eta is None else request.eta
     following = np.append(timesteps[1:], 0)
     kept = np.floor(np.float32(1 - eta) * following.astype(np.float32)).astype(int)
     bars = table[[timesteps, following, kept]].astype(np.float64)
     draws = (np.arange(len(timesteps)) < len(timesteps) - 1) & (eta > 0)
-    a, b = noise_of(options["prediction_type"], np.sqrt(bars[0]), np.sqrt(1 - bars[0]))
+    a, b = noise_of(prediction_type, np.sqrt(bars[0]), np.sqrt(1 - bars[0]))
     x, output, _, clean, noise = basis(0)
     updates = []
     for n, (_, after, bar) in enumerate(bars.T):
@@ -51,27 +72,31 @@ def tcd(options: Options, request: Request) -> Schedule:
         if draws[n]:
             moved = np.sqrt(after / bar) * moved + np.sqrt(1 - after / bar) * noise
         updates.append([moved])
-    unlimited = {**options, "clip_sample": False, "thresholding": False}
-    return _from(request.begin, unlimited, table, timesteps, updates, draws)
+    path = beta_path(prediction_type, table, timesteps[begin:])
+    return assemble(path, updates[begin:], draws=draws[begin:])
 
 
-def scm(options: Options, request: Request) -> Schedule:
+def scm(
+    request: Request,
+    *,
+    num_train_timesteps: int = 1000,
+    prediction_type: Literal["trigflow"] = "trigflow",
+    sigma_data: float = 0.5,
+) -> Schedule:
     """Timesteps are angles: latents are `cos(t) * clean + sin(t) * noise`, both of sigma_data."""
-    angles = _angles(request).astype(np.float64)
+    angles, first = _angles(request).astype(np.float64), request.begin
     sines, cosines = np.sin(angles), np.cos(angles)
     _, _, _, clean, noise = basis(0)
     updates = [
-        [cosine * clean + sine * options["sigma_data"] * noise]
-        for cosine, sine in zip(cosines[1:], sines[1:])
-    ][request.begin :]
-    first = request.begin
+        [cosine * clean + sine * sigma_data * noise] for cosine, sine in zip(cosines[1:], sines[1:])
+    ]
     path = Path(
         angles[first:-1],
         np.tan(angles[first:]),
-        (cosines[first], sines[first] * options["sigma_data"]),
+        (cosines[first], sines[first] * sigma_data),
         (cosines[first:-1], -sines[first:-1]),
     )
-    return assemble(path, updates, draws=True)
+    return assemble(path, updates[first:], draws=True)
 
 
 def _angles(request: Request) -> Array:
@@ -83,13 +108,12 @@ def _angles(request: Request) -> Array:
     return np.linspace(1.5708, 0, request.steps + 1).astype(np.float32)
 
 
-def _distilled_timesteps(options: Options, request: Request) -> Array:
+def _distilled(request: Request, train: int, original: int) -> Array:
     """Of the timesteps distilled on, `steps` at equal distances; strength drops the noisiest."""
-    given = custom_timesteps(options, request)
+    given = request.custom_timesteps(train)
     if given is not None:
         return given.astype(int)
     strength = 1.0 if request.strength is None else request.strength
-    original, train = options["original_inference_steps"], options["num_train_timesteps"]
     distilled = np.arange(1, int(original * strength) + 1) * (train // original) - 1
     if request.steps > len(distilled):
         raise MlxconvError(
@@ -98,15 +122,3 @@ def _distilled_timesteps(options: Options, request: Request) -> Array:
         )
     picked = np.floor(np.linspace(0, len(distilled), request.steps, endpoint=False))
     return np.asarray(distilled[::-1][picked.astype(int)])
-
-
-def _from(
-    begin: int,
-    options: Options,
-    table: Array,
-    timesteps: Array,
-    updates: list[list[Array]],
-    draws: Array,
-) -> Schedule:
-    path = beta_path(options, table, timesteps[begin:])
-    return assemble(path, updates[begin:], draws=draws[begin:], limit=limit_of(options))

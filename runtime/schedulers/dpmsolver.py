@@ -7,18 +7,20 @@ diffusers 0.42.1 DPMSolverMultistepScheduler.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from ..errors import MlxconvError
-from .betas import alphas_cumprod, noise_levels, spaced_open
-from .limits import limit_of
-from .multistep import Levels, kept, levels_of, path_of
-from .request import Options, Request, custom_timesteps, needed_mu
-from .schedule import Array, Path, Schedule, assemble, basis
-from .sigmas import exponential, respaced, shifted, timestep_of
+from .betas import LINSPACE, Betas, Timesteps, alphas_cumprod, noise_levels, spaced_open
+from .limits import Threshold
+from .multistep import FlowSigmas, Levels, Orders, kept_noise, levels_of, path_of
+from .predictions import WithFlow
+from .request import Request
+from .schedule import Array, Schedule, assemble, basis
+from .sigmas import FinalSigma, Respacing, exponential, shifted, timestep_of
 
 
 @dataclass(frozen=True)
@@ -33,116 +35,147 @@ class _Weights:
     noise: float
 
 
-def dpmsolver(options: Options, request: Request) -> Schedule:
-    kind: str = options["algorithm_type"]
-    kind = "dpmsolver++" if kind == "deis" else kind  # as diffusers reads DEIS's own configs
-    _check(kind, options)
-    sigmas, timesteps = _levels(options, request)
-    levels = levels_of(sigmas, flow=options["use_flow_sigmas"])
-    path = path_of(options, levels, timesteps, request.begin)
-    return solved(kind, options, levels, path, request.begin)
+@dataclass(frozen=True)
+class Solver(Orders):
+    solver_type: Literal["midpoint", "heun", "logrho", "bh1", "bh2"] = "midpoint"
+    euler_at_final: bool = False
 
 
-def solved(kind: str, options: Options, levels: Levels, path: Path, begin: int) -> Schedule:
-    """The schedule along levels (calls + 1,), of which `path` holds those from `begin` on.
-
-    The state is the kept quantities before this one's, the newest first.
-    """
-    clean, order, calls = kind.endswith("++"), options["solver_order"], len(levels.sigmas) - 1
-    at = basis(order - 1)
-    quantities = kept(options, levels, at, clean=clean)
-    updates = []
-    for call in range(begin, calls):
-        now = _order(options, call, begin, calls)
-        history = (quantities[call], *at.state)
-        moved = _update(kind, options, levels, call, now, at.latents, history)
-        weights = _weigh(kind, levels, call)
-        updates.append([moved + weights.noise * at.noise, *history[: order - 1]])
-    limit = limit_of(options)
-    return assemble(path, updates, draws=kind.startswith("sde"), limit=limit)
+@dataclass(frozen=True)
+class _Spacing(Respacing):
+    use_lu_lambdas: bool = False
+    lambda_min_clipped: float = -math.inf
 
 
-def _check(kind: str, options: Options) -> None:
-    if not kind.endswith("++") and options["final_sigmas_type"] == "zero":
+@dataclass(frozen=True)
+class _FlowSigmas(FlowSigmas):
+    time_shift_type: Literal["exponential"] = "exponential"
+
+
+def dpmsolver(
+    request: Request,
+    *,
+    betas: Betas,
+    picked: Timesteps = LINSPACE,
+    spacing: _Spacing,
+    flow: _FlowSigmas,
+    solver: Solver,
+    limits: Threshold,
+    algorithm_type: Literal[
+        "dpmsolver++", "sde-dpmsolver++", "dpmsolver", "sde-dpmsolver", "deis"
+    ] = "dpmsolver++",
+    prediction_type: WithFlow = "epsilon",
+    rescale_betas_zero_snr: bool = False,
+    final_sigmas_type: FinalSigma = "zero",
+    variance_type: Literal[
+        None, "fixed_small", "fixed_small_log", "fixed_large", "fixed_large_log"
+    ] = None,
+) -> Schedule:
+    """variance_type: whether the model learned a variance, which is not supported."""
+    kind = algorithm_type.replace("deis", "dpmsolver++")  # as diffusers reads DEIS's own configs
+    if not kind.endswith("++") and final_sigmas_type == "zero":
         raise MlxconvError(f"algorithm_type {kind} needs final_sigmas_type sigma_min; found zero")
-    if kind == "sde-dpmsolver" and options["solver_order"] == 3:
+    if kind == "sde-dpmsolver" and solver.solver_order == 3:
         raise MlxconvError("sde-dpmsolver has solver_order 1 or 2; found 3")
-    if not kind.endswith("++") and options["prediction_type"] == "flow_prediction":
+    if not kind.endswith("++") and prediction_type == "flow_prediction":
         raise MlxconvError(f"algorithm_type {kind} takes no flow_prediction; use dpmsolver++")
+    bars = alphas_cumprod(betas, rescale_betas_zero_snr, floor=True)
+    if flow.use_flow_sigmas and not spacing.use_lu_lambdas:
+        train = betas.num_train_timesteps
+        sigmas, timesteps = _flow_levels(request, train, spacing, flow)
+    else:
+        sigmas, timesteps = _levels(request, betas, bars, picked, spacing)
+    last = noise_levels(bars)[0] if final_sigmas_type == "sigma_min" else 0.0
+    levels = levels_of(np.append(sigmas, last), flow=flow.use_flow_sigmas)
+    at = basis(solver.solver_order - 1)
+    quantities = [at.denoised] * len(sigmas)
+    if not kind.endswith("++"):
+        quantities = kept_noise(prediction_type, levels, at, limited=limits.thresholding)
+    updates = solved(kind, solver, levels, quantities, request.begin)
+    path = path_of(prediction_type, levels, timesteps, request.begin)
+    return assemble(path, updates, draws=kind.startswith("sde"), limit=limits.limit())
 
 
-def _levels(options: Options, request: Request) -> tuple[Array, Array]:
-    """Levels (steps + 1,) and timesteps (steps,)."""
-    bars = alphas_cumprod(options, floor=True)
-    table, mu = noise_levels(bars), needed_mu(options, request)
-    sigmas, timesteps = _inner_levels(options, request, bars, table, mu)
-    last = table[0] if options["final_sigmas_type"] == "sigma_min" else 0.0
-    return np.append(sigmas, last), timesteps
+def solved(
+    kind: str, solver: Solver, levels: Levels, quantities: Sequence[Array], begin: int
+) -> list[list[Array]]:
+    """Each call's new (latents, *state) along levels (calls + 1,), from `begin` on.
+
+    quantities (calls,): what the solver extrapolates. The state is those before this one's, the
+    newest first.
+    """
+    at, updates = basis(solver.solver_order - 1), []
+    for call in range(begin, len(quantities)):
+        order = _order(solver, call, begin, levels)
+        history = (quantities[call], *at.state)
+        weights = _weigh(kind, levels, call)
+        heun = solver.solver_type == "heun"
+        moved = _update(weights, levels.lambdas, call, order, at.latents, history, heun=heun)
+        updates.append([moved + weights.noise * at.noise, *history[:-1]])
+    return updates
 
 
-def _inner_levels(
-    options: Options, request: Request, bars: Array, table: Array, mu: float | None
+def _flow_levels(
+    request: Request, train: int, spacing: Respacing, flow: FlowSigmas
 ) -> tuple[Array, Array]:
-    """Karras before Lu before exponential and beta: diffusers' order. A flow's levels are spaced
-    between their own ends, as FlowMatchEuler does it; diffusers takes those of the betas, which
-    are none of a flow's."""
-    if options["use_flow_sigmas"] and not options["use_lu_lambdas"]:
-        train, shift = options["num_train_timesteps"], options["flow_shift"]
-        rising = 1 - np.linspace(1, 1 / train, request.steps + 1)
-        sigmas = shifted(rising, shift if mu is None else math.exp(mu))[::-1][:-1]
-        again = respaced(options, sigmas, request.steps)
-        sigmas = sigmas if again is None else again
-        return sigmas, sigmas * train
-    spaced = respaced(options, table[::-1], request.steps)
-    if options["use_lu_lambdas"] and not options["use_karras_sigmas"]:
-        spaced = exponential(float(table[-1]), float(table[0]), request.steps)
-    if spaced is not None:
-        return spaced, _timesteps_of(options, spaced, table)
-    timesteps = custom_timesteps(options, request)
-    if timesteps is None:
-        timesteps = spaced_open(options, request.steps, _last_timestep(options, bars))
+    """Levels and timesteps (steps,). A flow's levels are spaced between their own ends, as
+    FlowMatchEuler does it; diffusers takes those of the betas, which are none of a flow's."""
+    mu = request.needed_mu(flow.use_dynamic_shifting)
+    rising = 1 - np.linspace(1, 1 / train, request.steps + 1)
+    sigmas = shifted(rising, flow.flow_shift if mu is None else math.exp(mu))[::-1][:-1]
+    respaced = spacing.respaced(sigmas, request.steps)
+    sigmas = sigmas if respaced is None else respaced
+    return sigmas, sigmas * train
+
+
+def _levels(
+    request: Request, betas: Betas, bars: Array, picked: Timesteps, spacing: _Spacing
+) -> tuple[Array, Array]:
+    """Levels and timesteps (steps,). Karras before Lu before exponential and beta: diffusers'
+    order."""
+    table, train = noise_levels(bars), betas.num_train_timesteps
+    sigmas = spacing.respaced(table[::-1], request.steps)
+    if spacing.use_lu_lambdas and not spacing.use_karras_sigmas:
+        sigmas = exponential(float(table[-1]), float(table[0]), request.steps)
+    if sigmas is not None:
+        timesteps = timestep_of(sigmas, table)
+        rounds = spacing.use_karras_sigmas or spacing.use_lu_lambdas
+        if rounds and betas.beta_schedule != "squaredcos_cap_v2":
+            timesteps = timesteps.round()
+        return sigmas, timesteps
+    given = request.custom_timesteps(train)
+    if given is not None:
+        timesteps = given
+    else:
+        lambdas = np.log(np.sqrt(bars)) - np.log(np.sqrt(np.float32(1) - bars))
+        clipped = np.searchsorted(lambdas[::-1], np.float32(spacing.lambda_min_clipped))
+        timesteps = spaced_open(picked, train, request.steps, int(train - clipped))
     return np.interp(timesteps, np.arange(len(table)), table), timesteps
 
 
-def _timesteps_of(options: Options, sigmas: Array, table: Array) -> Array:
-    timesteps = timestep_of(sigmas, table)
-    rounds = options["use_karras_sigmas"] or options["use_lu_lambdas"]
-    if rounds and options["beta_schedule"] != "squaredcos_cap_v2":
-        return timesteps.round()
-    return timesteps
-
-
-def _last_timestep(options: Options, bars: Array) -> int:
-    """One more than the last whose lambda is not clipped."""
-    lambdas = np.log(np.sqrt(bars)) - np.log(np.sqrt(np.float32(1) - bars))
-    clipped = np.searchsorted(lambdas[::-1], np.float32(options["lambda_min_clipped"]))
-    return int(options["num_train_timesteps"] - clipped)
-
-
-def _order(options: Options, call: int, begin: int, calls: int) -> int:
+def _order(solver: Solver, call: int, begin: int, levels: Levels) -> int:
     """Lower at the start, where little is known, and at the end, for stability."""
-    few = options["lower_order_final"] and calls < 15
-    to_zero = options["final_sigmas_type"] == "zero"
-    order: int = options["solver_order"]
+    left = len(levels.sigmas) - 1 - call
+    few = solver.lower_order_final and call + left < 15
     allowed = 3
-    if call == calls - 1 and (options["euler_at_final"] or few or to_zero):
+    if left == 1 and (solver.euler_at_final or few or levels.sigmas[-1] == 0):
         allowed = 1
-    elif call == calls - 2 and few:
+    elif left == 2 and few:
         allowed = 2
-    return min(order, call - begin + 1, allowed)
+    return min(solver.solver_order, call - begin + 1, allowed)
 
 
 def _update(
-    kind: str,
-    options: Options,
-    levels: Levels,
+    weights: _Weights,
+    lambdas: Array,
     call: int,
     order: int,
     latents: Array,
     history: tuple[Array, ...],
+    *,
+    heun: bool,
 ) -> Array:
     """The deterministic part. history: the kept quantities, the newest first."""
-    weights, lambdas = _weigh(kind, levels, call), levels.lambdas
     moved = weights.latents * latents + weights.newest * history[0]
     if order == 1:
         return np.asarray(moved)
@@ -150,7 +183,6 @@ def _update(
     near = (lambdas[call] - lambdas[call - 1]) / step
     slope = (history[0] - history[1]) / near
     if order == 2:
-        heun = options["solver_type"] == "heun"
         return np.asarray(moved + (weights.heun if heun else weights.midpoint) * slope)
     far = (lambdas[call - 1] - lambdas[call - 2]) / step
     bend = (slope - (history[1] - history[2]) / far) / (near + far)

@@ -6,107 +6,121 @@ FlowMatchHeunDiscreteScheduler and FlowMatchLCMScheduler.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 
 from ..errors import MlxconvError
 from .predictions import clean_of
-from .request import Options, Request, needed_mu
+from .request import Request
 from .schedule import Array, Path, Schedule, assemble, basis
-from .sigmas import respaced, shifted, stretched, time_shifted
+from .sigmas import Respacing, TimeShift, shifted, stretched, time_shifted
 
 
-def flow_match_euler(options: Options, request: Request) -> Schedule:
-    levels = _euler_levels(options, request)
-    sigmas, timesteps = _ends(levels, options, request)
-    sigmas, timesteps = sigmas[request.begin :], timesteps[request.begin :]
+@dataclass(frozen=True)
+class Flow(Respacing):
+    """A flow's levels. The lengths and shifts at their ends are for `shift_for`."""
+
+    num_train_timesteps: int = 1000
+    shift: float = 1.0
+    use_dynamic_shifting: bool = False
+    base_shift: float = 0.5
+    max_shift: float = 1.15
+    base_image_seq_len: int = 256
+    max_image_seq_len: int = 4096
+    shift_terminal: float | None = None
+    time_shift_type: TimeShift = "exponential"
+
+    def levels(self, request: Request) -> Array:
+        """Shifted and respaced levels, in the precisions that diffusers computes them in."""
+        mu, train = request.needed_mu(self.use_dynamic_shifting), self.num_train_timesteps
+        if request.sigmas is not None:
+            levels = np.array(request.sigmas, dtype=np.float32)
+        elif request.timesteps is not None:
+            levels = np.array(request.timesteps, dtype=np.float32) / train
+        else:  # equal steps between the ends of the training's levels, which are shifted once
+            ends = np.array([train, 1], dtype=np.float32) / train
+            ends = shifted(ends, self.shift) if mu is None else ends
+            first, last = float(ends[0]) * train, float(ends[1]) * train
+            levels = np.linspace(first, last, request.steps) / train
+        if mu is None:
+            levels = shifted(levels, self.shift)
+        else:
+            levels = time_shifted(levels, mu, self.time_shift_type)
+        if self.shift_terminal:
+            levels = stretched(levels, self.shift_terminal)
+        respaced = self.respaced(levels, request.steps)
+        return levels if respaced is None else respaced
+
+
+def flow_match_euler(
+    request: Request,
+    *,
+    flow: Flow,
+    invert_sigmas: bool = False,
+    stochastic_sampling: bool = False,
+) -> Schedule:
+    sigmas, timesteps = _ends(flow, request, inverted=invert_sigmas)
     x, output, _, clean, noise = basis(0)
-    if options["stochastic_sampling"]:
+    if stochastic_sampling:
         updates = [[(1 - after) * clean + after * noise] for after in sigmas[1:]]
     else:
         updates = [[x + (after - before) * output] for before, after in pairwise(sigmas)]
-    return assemble(_path(timesteps, sigmas), updates, draws=bool(options["stochastic_sampling"]))
+    return assemble(_path(timesteps, sigmas), updates, draws=stochastic_sampling)
 
 
-def flow_match_lcm(options: Options, request: Request) -> Schedule:
+def flow_match_lcm(
+    request: Request,
+    *,
+    flow: Flow,
+    invert_sigmas: bool = False,
+    scale_factors: Literal[None] = None,
+) -> Schedule:
     """Each step goes to clean latents, and back to the next level with new noise."""
-    return flow_match_euler({**options, "stochastic_sampling": True}, request)
+    return flow_match_euler(
+        request, flow=flow, invert_sigmas=invert_sigmas, stochastic_sampling=True
+    )
 
 
-def flow_match_ancestral(options: Options, request: Request) -> Schedule:
+def flow_match_ancestral(
+    request: Request, *, flow: Flow, eta: float = 1.0, s_noise: float = 1.0
+) -> Schedule:
     """Euler's step to a lower level, then noise up to the next (LTXEulerAncestralRFScheduler)."""
-    sigmas, timesteps = _ends(_euler_levels(options, request), options, request)
-    sigmas, timesteps = sigmas[request.begin :], timesteps[request.begin :]
+    sigmas, timesteps = _ends(flow, request)
     x, _, _, clean, noise = basis(0)
     updates = []
     for before, after in pairwise(sigmas):
-        down = after * (1 + (after / before - 1) * options["eta"])
+        down = after * (1 + (after / before - 1) * eta)
         kept = (1 - after) / (1 - down)
-        renewed = np.sqrt(max(after**2 - (down * kept) ** 2, 0.0)) * options["s_noise"]
+        renewed = np.sqrt(max(after**2 - (down * kept) ** 2, 0.0)) * s_noise
         updates.append([kept * (clean + down / before * (x - clean)) + renewed * noise])
-    draws = (sigmas[1:] > 0) & (options["eta"] > 0)
-    return assemble(_path(timesteps, sigmas), updates, draws=draws)
+    return assemble(_path(timesteps, sigmas), updates, draws=(sigmas[1:] > 0) & (eta > 0))
 
 
-def flow_match_heun(options: Options, request: Request) -> Schedule:
+def flow_match_heun(request: Request, *, flow: Flow) -> Schedule:
     """Heun's method: each step but the last calls the model at both ends."""
-    sigmas = _euler_levels(options, request).astype(np.float32)
-    timesteps = twice(sigmas * np.float32(options["num_train_timesteps"]))
+    sigmas, begin = flow.levels(request).astype(np.float32), request.begin
+    timesteps = twice(sigmas * np.float32(flow.num_train_timesteps))
     sigmas = np.append(sigmas, np.float32(0)).astype(np.float64)
-    check_even(request.begin)
-    path = _path(timesteps[request.begin :], _each_call(sigmas)[request.begin :])
-    return assemble(path, heun_updates(sigmas[request.begin // 2 :], path, slope_is_output=True))
+    check_even(begin)
+    each_call = np.append(twice(sigmas[:-1]), sigmas[-1])
+    path = _path(timesteps[begin:], each_call[begin:])
+    return assemble(path, heun_updates(sigmas[begin // 2 :], path, slope_is_output=True))
 
 
-def _euler_levels(options: Options, request: Request) -> Array:
-    """Shifted and respaced levels, in the precisions that diffusers computes them in."""
-    mu = needed_mu(options, request)
-    levels = _given_levels(options, request)
-    if levels is None:
-        shift = options["shift"] if mu is None else None
-        levels = _default_levels(options, request.steps, shift)
-    if mu is not None:
-        levels = time_shifted(levels, mu, options["time_shift_type"])
-    else:
-        levels = shifted(levels, options["shift"])
-    if options["shift_terminal"]:
-        levels = stretched(levels, options["shift_terminal"])
-    spaced = respaced(options, levels, request.steps)
-    return levels if spaced is None else spaced
-
-
-def _given_levels(options: Options, request: Request) -> Array | None:
-    if request.sigmas is not None:
-        return np.array(request.sigmas, dtype=np.float32)
-    if request.timesteps is not None:
-        given = np.array(request.timesteps, dtype=np.float32)
-        return np.asarray(given / options["num_train_timesteps"])
-    return None
-
-
-def _default_levels(options: Options, steps: int, shift: float | None) -> Array:
-    """Equal steps between the ends of the training's levels, which are shifted once already."""
-    train = options["num_train_timesteps"]
-    ends = np.array([train, 1], dtype=np.float32) / train
-    if shift is not None:
-        ends = shifted(ends, shift)
-    timesteps = np.linspace(float(ends[0]) * train, float(ends[1]) * train, steps)
-    return np.asarray(timesteps / train)
-
-
-def _ends(levels: Array, options: Options, request: Request) -> tuple[Array, Array]:
-    """Levels (steps + 1,) and timesteps (steps,); inverted, they rise to one (Mochi)."""
-    sigmas, train = levels.astype(np.float32), np.float32(options["num_train_timesteps"])
+def _ends(flow: Flow, request: Request, *, inverted: bool = False) -> tuple[Array, Array]:
+    """Levels (calls + 1,) and timesteps (calls,); inverted, they rise to one (Mochi)."""
+    sigmas, train = flow.levels(request).astype(np.float32), np.float32(flow.num_train_timesteps)
     timesteps = sigmas * train
     if request.timesteps is not None:
         timesteps = np.array(request.timesteps, dtype=np.float32)
-    inverted = options.get("invert_sigmas", False)
     if inverted:
         sigmas = np.float32(1) - sigmas
         timesteps = sigmas * train
-    last = 1.0 if inverted else 0.0
-    return np.append(sigmas, np.float32(last)).astype(np.float64), timesteps
+    sigmas = np.append(sigmas, np.float32(inverted)).astype(np.float64)
+    return sigmas[request.begin :], timesteps[request.begin :]
 
 
 def _path(timesteps: Array, sigmas: Array) -> Path:
@@ -118,11 +132,6 @@ def _path(timesteps: Array, sigmas: Array) -> Path:
 def twice(values: Array) -> Array:
     """All but the first, repeated: what the calls of a second order method see."""
     return np.concatenate([values[:1], values[1:].repeat(2)])
-
-
-def _each_call(sigmas: Array) -> Array:
-    """Levels before each call, and after the last, of levels (steps + 1,)."""
-    return np.append(twice(sigmas[:-1]), sigmas[-1])
 
 
 def check_even(begin: int) -> None:

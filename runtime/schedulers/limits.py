@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 
 from .schedule import Limit
 
 
-def limit_of(options: Mapping[str, Any]) -> Limit | None:
-    """Thresholding before clipping, as in diffusers; None where neither is asked for."""
-    if options.get("thresholding"):
-        return partial(
-            threshold,
-            ratio=options["dynamic_thresholding_ratio"],
-            largest=options["sample_max_value"],
-        )
-    if options.get("clip_sample"):
-        return partial(clip, bound=options["clip_sample_range"])
-    return None
+@dataclass(frozen=True)
+class Clip:
+    clip_sample: bool = False
+    clip_sample_range: float = 1.0
+
+    def limit(self) -> Limit | None:
+        return partial(clip, bound=self.clip_sample_range) if self.clip_sample else None
+
+
+@dataclass(frozen=True)
+class Threshold:
+    thresholding: bool = False
+    dynamic_thresholding_ratio: float = 0.995
+    sample_max_value: float = 1.0
+
+    def limit(self) -> Limit | None:
+        ratio, largest = self.dynamic_thresholding_ratio, self.sample_max_value
+        return partial(threshold, ratio=ratio, largest=largest) if self.thresholding else None
+
+
+@dataclass(frozen=True)
+class Limits(Threshold, Clip):
+    """Thresholding comes before clipping, as in diffusers."""
+
+    def limit(self) -> Limit | None:
+        return Threshold.limit(self) or Clip.limit(self)
+
+
+CLIPPED = Limits(clip_sample=True)
 
 
 def clip(clean: mx.array, bound: float) -> mx.array:

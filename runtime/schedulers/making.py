@@ -8,10 +8,11 @@ import numpy as np
 
 from ..errors import MlxconvError
 from .config import Scheduler
+from .flow_match import Flow
+from .options import built
 from .request import Request
 from .schedule import Schedule
 from .sigmas import calculate_shift
-from .table import SCHEDULERS
 
 
 def make_schedule(
@@ -52,10 +53,9 @@ def make_schedule(
         eta,
     )
     _check_begin(scheduler, request)
-    with np.errstate(
-        all="ignore"
-    ):  # a last level of zero has an infinite lambda; `assemble` checks
-        return scheduler.row.build(scheduler.options, request)
+    # A last level of zero has an infinite lambda; `assemble` checks.
+    with np.errstate(all="ignore"):
+        return built(scheduler.row.build, request, scheduler.options)
 
 
 def begin_of(scheduler: Scheduler, steps: int, strength: float) -> int:
@@ -69,12 +69,11 @@ def shift_for(scheduler: Scheduler, tokens: int) -> float | None:
     if not scheduler.options.get("use_dynamic_shifting"):
         return None
     names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-    defaults = SCHEDULERS["FlowMatchEulerDiscreteScheduler"].options
-    return calculate_shift(tokens, *(scheduler.config.get(n, defaults[n]) for n in names))
+    return calculate_shift(tokens, *(scheduler.config.get(n, getattr(Flow, n)) for n in names))
 
 
 def _check_taken(scheduler: Scheduler, given: set[str]) -> None:
-    extra = sorted(given - scheduler.row.accepts)
+    extra = sorted(given - {*scheduler.row.accepts})
     if extra:
         takes = ", ".join(sorted(scheduler.row.accepts)) or "only steps"
         raise MlxconvError(f"{scheduler.name} takes no {', '.join(extra)}; it takes {takes}")

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from .predictions import clean_of, noise_of
-from .request import Options
 from .schedule import Array, Basis, Path
+
+
+@dataclass(frozen=True)
+class Orders:
+    solver_order: Literal[1, 2, 3] = 2
+    lower_order_final: bool = True
+
+
+@dataclass(frozen=True)
+class FlowSigmas:
+    """DPM-Solver's and UniPC's names for a flow's levels."""
+
+    use_flow_sigmas: bool = False
+    flow_shift: float = 1.0
+    use_dynamic_shifting: bool = False
 
 
 @dataclass(frozen=True)
@@ -32,10 +47,10 @@ def levels_of(sigmas: Array, *, flow: bool) -> Levels:
     return Levels(given, alpha, sigma, np.log(alpha) - np.log(sigma))
 
 
-def path_of(options: Options, levels: Levels, timesteps: Array, begin: int) -> Path:
+def path_of(prediction_type: str, levels: Levels, timesteps: Array, begin: int) -> Path:
     """timesteps (calls,): truncated to integers, as diffusers does."""
     alpha, sigma = levels.alpha[:-1], levels.sigma[:-1]
-    a, b = clean_of(options["prediction_type"], alpha, sigma)
+    a, b = clean_of(prediction_type, alpha, sigma)
     return Path(
         np.trunc(timesteps)[begin:],
         levels.sigmas[begin:],
@@ -44,14 +59,11 @@ def path_of(options: Options, levels: Levels, timesteps: Array, begin: int) -> P
     )
 
 
-def kept(options: Options, levels: Levels, at: Basis, *, clean: bool) -> list[Array]:
-    """The quantity that the solver extrapolates, a vector a call: clean latents, or the noise."""
-    calls = len(levels.sigmas) - 1
-    if clean:
-        return [at.denoised] * calls
+def kept_noise(prediction_type: str, levels: Levels, at: Basis, *, limited: bool) -> list[Array]:
+    """The noise in the latents, a vector a call. limited: that of a limited prediction."""
     alpha, sigma = levels.alpha[:-1], levels.sigma[:-1]
-    if options["thresholding"]:
+    if limited:
         pairs = zip(alpha, sigma)
         return [(at.latents - of_clean * at.denoised) / of_noise for of_clean, of_noise in pairs]
-    a, b = noise_of(options["prediction_type"], alpha, sigma)
+    a, b = noise_of(prediction_type, alpha, sigma)
     return [of_x * at.latents + of_output * at.output for of_x, of_output in zip(a, b)]

@@ -6,12 +6,15 @@ without the warm-up.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from ..errors import MlxconvError
-from .betas import alphas_cumprod, spaced
+from .betas import Betas, Timesteps, alphas_cumprod, spaced
 from .ddim import beta_path, final_bar
-from .request import Options, Request
+from .predictions import NoiseOrV
+from .request import Request
 from .schedule import Array, Schedule, assemble, basis
 
 # Adams-Bashforth: the weights of the outputs, the newest first.
@@ -24,23 +27,35 @@ _WEIGHTS = (
 _RUNGE_KUTTA = (1 / 6, 1 / 3, 1 / 3, 1 / 6)
 
 
-def pndm(options: Options, request: Request) -> Schedule:
+def pndm(
+    request: Request,
+    *,
+    betas: Betas,
+    picked: Timesteps,
+    prediction_type: NoiseOrV = "epsilon",
+    skip_prk_steps: bool = False,
+    set_alpha_to_one: bool = False,
+) -> Schedule:
     """The state is (three earlier outputs, the newest first; the step's origin; a running sum)."""
-    table, stride = alphas_cumprod(options), options["num_train_timesteps"] // request.steps
-    rising = spaced(options, request.steps)[::-1].astype(int)
-    if options["skip_prk_steps"]:
+    table, train = alphas_cumprod(betas), betas.num_train_timesteps
+    stride = train // request.steps
+    rising = spaced(picked, train, request.steps)[::-1].astype(int)
+    if skip_prk_steps:
         warm = np.array([], dtype=int)
         falling = np.concatenate([rising[:-1], rising[-2:-1], rising[-1:]])[::-1]
     else:
         warm = _warm_up_timesteps(rising, stride, request)
         falling = rising[:-3][::-1]
     timesteps = np.concatenate([warm, falling])[request.begin :]
-    path = beta_path(options, table, timesteps)
-    move = _Move(options, table)
+    move = _Move(
+        table.astype(np.float64),
+        final_bar(table, set_alpha_to_one),
+        is_v=prediction_type == "v_prediction",
+    )
     updates = _warm_up(move, warm, stride) + _multistep(
         move, timesteps[len(warm) :], stride, warm=bool(len(warm))
     )
-    return assemble(path, updates)
+    return assemble(beta_path(prediction_type, table, timesteps), updates)
 
 
 def _warm_up_timesteps(rising: Array, stride: int, request: Request) -> Array:
@@ -53,19 +68,19 @@ def _warm_up_timesteps(rising: Array, stride: int, request: Request) -> Array:
     return np.asarray(pairs[:-1].repeat(2)[1:-1][::-1])
 
 
+@dataclass(frozen=True)
 class _Move:
     """`_get_prev_sample`: from one timestep to another along an output, linear in both."""
 
-    def __init__(self, options: Options, table: Array) -> None:
-        self._bars = table.astype(np.float64)
-        self._final = final_bar(options, table)
-        self._is_v = options["prediction_type"] == "v_prediction"
+    bars: Array
+    final: float
+    is_v: bool
 
     def __call__(self, origin: Array, output: Array, start: int, end: int) -> Array:
-        if not 0 <= start < len(self._bars):
-            raise MlxconvError(f"timestep {start} is beyond num_train_timesteps {len(self._bars)}")
-        bar, after = self._bars[start], self._bars[end] if end >= 0 else self._final
-        if self._is_v:
+        if not 0 <= start < len(self.bars):
+            raise MlxconvError(f"timestep {start} is beyond num_train_timesteps {len(self.bars)}")
+        bar, after = self.bars[start], self.bars[end] if end >= 0 else self.final
+        if self.is_v:
             output = np.sqrt(bar) * output + np.sqrt(1 - bar) * origin
         divisor = bar * np.sqrt(1 - after) + np.sqrt(bar * (1 - bar) * after)
         return np.asarray(np.sqrt(after / bar) * origin - (after - bar) / divisor * output)

@@ -6,11 +6,16 @@ Distillation, arXiv 2202.00512, section 4); a flow's output is `noise - clean`.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 
 from .schedule import Array
 
 Pair = tuple[Array, Array]
+Prediction = Literal["epsilon", "sample", "v_prediction"]
+NoiseOrV = Literal["epsilon", "v_prediction"]
+WithFlow = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
 
 
 def clean_of(kind: str, alpha: Array, sigma: Array) -> Pair:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import numpy as np
 
 from ..errors import MlxconvError
 from .schedule import Array
-
-Options: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -26,32 +22,27 @@ class Request:
     strength: float | None = None
     eta: float | None = None
 
+    def needed_mu(self, use_dynamic_shifting: bool) -> float | None:
+        """mu under dynamic shifting, else None."""
+        if use_dynamic_shifting and self.mu is None:
+            raise MlxconvError(
+                "use_dynamic_shifting needs mu: pass calculate_shift(image tokens), or mu itself"
+            )
+        return self.mu if use_dynamic_shifting else None
 
-_RESPACING = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas")
+    def custom_timesteps(self, train: int, respacing: str | None = None) -> Array | None:
+        """The caller's timesteps (steps,), checked: falling, and within the `train` of training.
 
-
-def needed_mu(options: Options, request: Request) -> float | None:
-    """mu under dynamic shifting, else None."""
-    if not options["use_dynamic_shifting"]:
-        return None
-    if request.mu is None:
-        raise MlxconvError(
-            "use_dynamic_shifting needs mu: pass calculate_shift(image tokens), or mu itself"
-        )
-    return request.mu
-
-
-def custom_timesteps(options: Options, request: Request) -> Array | None:
-    """The caller's timesteps (steps,), checked: falling, and within the training's."""
-    if request.timesteps is None:
-        return None
-    given = np.array(request.timesteps, dtype=np.float64)
-    if (np.diff(given) >= 0).any() or given[0] >= options["num_train_timesteps"] or given[-1] < 0:
-        raise MlxconvError(
-            f"timesteps must fall from below num_train_timesteps {options['num_train_timesteps']} "
-            f"to no less than 0; found {given.tolist()}"
-        )
-    for option in _RESPACING:
-        if options.get(option):
-            raise MlxconvError(f"timesteps and {option} exclude each other")
-    return given
+        respacing: the option that asks for levels of its own, with which there can be none.
+        """
+        if self.timesteps is None:
+            return None
+        given = np.array(self.timesteps, dtype=np.float64)
+        if (np.diff(given) >= 0).any() or given[0] >= train or given[-1] < 0:
+            raise MlxconvError(
+                f"timesteps must fall from below num_train_timesteps {train} to no less than 0; "
+                f"found {given.tolist()}"
+            )
+        if respacing:
+            raise MlxconvError(f"timesteps and {respacing} exclude each other")
+        return given

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from .schedule import Array
+
+FinalSigma = Literal["zero", "sigma_min"]
+TimeShift = Literal["exponential", "linear"]
 
 
 def karras(largest: float, smallest: float, count: int, rho: float = 7.0) -> Array:
@@ -28,27 +32,35 @@ def beta(largest: float, smallest: float, count: int) -> Array:
     return smallest + beta_quantiles(1 - np.linspace(0, 1, count), 0.6) * (largest - smallest)
 
 
-_SPACINGS: dict[str, Callable[[float, float, int], Array]] = {
+RESPACINGS: dict[str, Callable[[float, float, int], Array]] = {
     "use_karras_sigmas": karras,
     "use_exponential_sigmas": exponential,
     "use_beta_sigmas": beta,
 }
 
 
-def respaced(options: Mapping[str, Any], sigmas: Array, steps: int) -> Array | None:
-    """`steps` levels between the first and the last of falling `sigmas`, if the options ask."""
-    for option, spacing in _SPACINGS.items():
-        if options.get(option):
-            return spacing(*_ends(options, sigmas), steps)
-    return None
+@dataclass(frozen=True)
+class Respacing:
+    """Levels of another spacing, between two of one's own or the ends of the levels replaced."""
 
+    use_karras_sigmas: bool = False
+    use_exponential_sigmas: bool = False
+    use_beta_sigmas: bool = False
+    sigma_min: float | None = None
+    sigma_max: float | None = None
 
-def _ends(options: Mapping[str, Any], sigmas: Array) -> tuple[float, float]:
-    largest, smallest = options.get("sigma_max"), options.get("sigma_min")
-    return (
-        float(sigmas[0]) if largest is None else float(largest),
-        float(sigmas[-1]) if smallest is None else float(smallest),
-    )
+    @property
+    def chosen(self) -> str | None:
+        """The option that asks for it."""
+        return next((option for option in RESPACINGS if getattr(self, option)), None)
+
+    def respaced(self, sigmas: Array, steps: int) -> Array | None:
+        """`steps` levels between the first and the last of falling `sigmas`, if asked for."""
+        if self.chosen is None:
+            return None
+        largest = float(sigmas[0] if self.sigma_max is None else self.sigma_max)
+        smallest = float(sigmas[-1] if self.sigma_min is None else self.sigma_min)
+        return RESPACINGS[self.chosen](largest, smallest, steps)
 
 
 def beta_quantiles(shares: Array, shape: float) -> Array:

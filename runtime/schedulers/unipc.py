@@ -5,88 +5,127 @@ arXiv 2302.04867, algorithms 5 to 8; diffusers 0.42.1 UniPCMultistepScheduler.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import factorial
+from typing import Literal
 
 import numpy as np
 
-from .betas import alphas_cumprod, noise_levels, spaced_open
-from .limits import limit_of
-from .multistep import Levels, kept, levels_of, path_of
-from .request import Options, Request, needed_mu
+from .betas import LINSPACE, Betas, Timesteps, alphas_cumprod, noise_levels, spaced_open
+from .limits import Threshold
+from .multistep import FlowSigmas, Levels, Orders, kept_noise, levels_of, path_of
+from .predictions import WithFlow
+from .request import Request
 from .schedule import Array, Schedule, assemble, basis
-from .sigmas import respaced, shifted, stretched, time_shifted, timestep_of
+from .sigmas import (
+    FinalSigma,
+    Respacing,
+    TimeShift,
+    shifted,
+    stretched,
+    time_shifted,
+    timestep_of,
+)
 
 
-def unipc(options: Options, request: Request) -> Schedule:
+@dataclass(frozen=True)
+class _Solver(Orders):
+    predict_x0: bool = True
+    solver_type: Literal["bh1", "bh2", "midpoint", "heun", "logrho"] = "bh2"
+    disable_corrector: Sequence[float] = ()
+    solver_p: Literal[None] = None
+
+
+@dataclass(frozen=True)
+class _FlowSigmas(FlowSigmas):
+    time_shift_type: TimeShift = "exponential"
+    shift_terminal: float | None = None
+
+
+def unipc(
+    request: Request,
+    *,
+    betas: Betas,
+    picked: Timesteps = LINSPACE,
+    spacing: Respacing,
+    flow: _FlowSigmas,
+    solver: _Solver,
+    limits: Threshold,
+    prediction_type: WithFlow = "epsilon",
+    rescale_betas_zero_snr: bool = False,
+    final_sigmas_type: FinalSigma = "zero",
+) -> Schedule:
     """The state is (corrected latents of the last call, kept quantities, the newest first)."""
-    sigmas, timesteps = _levels(options, request)
-    levels = levels_of(sigmas, flow=options["use_flow_sigmas"])
-    clean, calls = options["predict_x0"], len(timesteps)
-    at = basis(1 + options["solver_order"])
+    table = noise_levels(alphas_cumprod(betas, rescale_betas_zero_snr, floor=True))
+    train, final = betas.num_train_timesteps, float(table[0])
+    if flow.use_flow_sigmas:
+        sigmas, timesteps = _flow_levels(request, train, table, spacing, flow)
+    else:
+        sigmas, timesteps = _levels(request, train, table, picked, spacing)
+    if flow.use_flow_sigmas or spacing.chosen:
+        final = sigmas[-1]
+    sigmas = np.append(sigmas, 0.0 if final_sigmas_type == "zero" else final)
+    levels, clean = levels_of(sigmas, flow=flow.use_flow_sigmas), solver.predict_x0
+    at, calls = basis(1 + solver.solver_order), len(timesteps)
     last, *history = at.state
-    quantities = kept({**options, "thresholding": False}, levels, at, clean=clean)
+    quantities = [at.denoised] * calls
+    if not clean:
+        quantities = kept_noise(prediction_type, levels, at, limited=False)
     updates, order = [], 0
     for call in range(request.begin, calls):
         newest, latents = quantities[call], at.latents
-        if call > request.begin and call - 1 not in options["disable_corrector"]:
+        if call > request.begin and call - 1 not in solver.disable_corrector:
             corrected = (newest, *history)
-            latents = _move(options, levels, call - 1, order, last, corrected, corrects=True)
-        order = _order(options, call, request.begin, calls)
+            latents = _move(solver, levels, call - 1, order, last, corrected, corrects=True)
+        left = calls - call if solver.lower_order_final else solver.solver_order
+        order = min(solver.solver_order, left, call - request.begin + 1)
         known = (newest, *history[:-1])
-        moved = _move(options, levels, call, order, latents, known, corrects=False)
+        moved = _move(solver, levels, call, order, latents, known, corrects=False)
         updates.append([moved, latents, *known])
-    path = path_of(options, levels, timesteps, request.begin)
-    return assemble(path, updates, limit=limit_of(options) if clean else None)
+    path = path_of(prediction_type, levels, timesteps, request.begin)
+    return assemble(path, updates, limit=limits.limit() if clean else None)
 
 
-def _levels(options: Options, request: Request) -> tuple[Array, Array]:
-    """Levels (steps + 1,) and timesteps (steps,)."""
-    mu, zero = needed_mu(options, request), options["final_sigmas_type"] == "zero"
-    given = None if request.sigmas is None else np.array(request.sigmas, dtype=np.float64)
-    table = noise_levels(alphas_cumprod(options, floor=True)) if given is None else given
-    train, flow = options["num_train_timesteps"], options["use_flow_sigmas"]
-    sigmas, last = respaced(options, table[::-1], request.steps), float(table[0])
-    if flow:
-        if sigmas is not None and options["use_karras_sigmas"]:
-            sigmas = sigmas / (sigmas + 1)
-        else:  # diffusers takes exponential and beta levels of the betas, which are none of a flow
-            own = _flow_levels(options, request, given, mu)
-            again = respaced(options, own, request.steps)
-            sigmas = own if again is None else again
-        timesteps, last = sigmas * train, sigmas[-1]
-    elif sigmas is not None:
-        timesteps, last = timestep_of(sigmas, table), sigmas[-1]
-        timesteps = timesteps.round() if options["use_karras_sigmas"] else timesteps
-    else:
-        timesteps = spaced_open(options, request.steps)
-        sigmas = np.interp(timesteps, np.arange(len(table)), table)
-    return np.append(sigmas, 0.0 if zero else last), timesteps
+def _levels(
+    request: Request, train: int, table: Array, picked: Timesteps, spacing: Respacing
+) -> tuple[Array, Array]:
+    """Levels and timesteps (steps,)."""
+    sigmas = spacing.respaced(table[::-1], request.steps)
+    if sigmas is None:
+        timesteps = spaced_open(picked, train, request.steps)
+        return np.interp(timesteps, np.arange(len(table)), table), timesteps
+    timesteps = timestep_of(sigmas, table)
+    return sigmas, timesteps.round() if spacing.use_karras_sigmas else timesteps
 
 
 def _flow_levels(
-    options: Options, request: Request, given: Array | None, mu: float | None
-) -> Array:
-    train = options["num_train_timesteps"]
-    sigmas = np.linspace(1, 1 / train, request.steps + 1)[:-1] if given is None else given
+    request: Request, train: int, table: Array, spacing: Respacing, flow: _FlowSigmas
+) -> tuple[Array, Array]:
+    """Levels and timesteps (steps,). Exponential and beta levels lie between a flow's own ends;
+    diffusers takes those of the betas, which are none of a flow."""
+    mu, given = request.needed_mu(flow.use_dynamic_shifting), request.sigmas
+    own = None if given is None else np.array(given, dtype=np.float64)
+    of_betas = spacing.respaced((table if own is None else own)[::-1], request.steps)
+    if of_betas is not None and spacing.use_karras_sigmas:
+        sigmas = of_betas / (of_betas + 1)
+        return sigmas, sigmas * train
+    sigmas = np.linspace(1, 1 / train, request.steps + 1)[:-1] if own is None else own
     if mu is None:
-        sigmas = shifted(sigmas, options["flow_shift"])
+        sigmas = shifted(sigmas, flow.flow_shift)
     else:
-        sigmas = time_shifted(sigmas, mu, options["time_shift_type"])
-    if options["shift_terminal"]:
-        sigmas = stretched(sigmas, options["shift_terminal"])
+        sigmas = time_shifted(sigmas, mu, flow.time_shift_type)
+    if flow.shift_terminal:
+        sigmas = stretched(sigmas, flow.shift_terminal)
     if abs(sigmas[0] - 1) < 1e-6:  # alpha is not to be zero
         sigmas = np.append(sigmas[0] - 1e-6, sigmas[1:])
-    return sigmas
-
-
-def _order(options: Options, call: int, begin: int, calls: int) -> int:
-    order: int = options["solver_order"]
-    left = calls - call if options["lower_order_final"] else order
-    return min(order, left, call - begin + 1)
+    respaced = spacing.respaced(sigmas, request.steps)
+    sigmas = sigmas if respaced is None else respaced
+    return sigmas, sigmas * train
 
 
 def _move(
-    options: Options,
+    solver: _Solver,
     levels: Levels,
     call: int,
     order: int,
@@ -99,7 +138,7 @@ def _move(
 
     The corrector's newest is of the level moved to, so its anchor is the second.
     """
-    clean, ahead, anchor = options["predict_x0"], known[:1], known[0]
+    clean, ahead, anchor = solver.predict_x0, known[:1], known[0]
     if corrects:
         anchor, known = known[1], known[1:]
     h = levels.lambdas[call + 1] - levels.lambdas[call]
@@ -108,7 +147,7 @@ def _move(
     decay, size = (sigma[1] / sigma[0], alpha[1]) if clean else (alpha[1] / alpha[0], sigma[1])
     moved = decay * latents - size * np.expm1(hh) * anchor
     ratios = [(levels.lambdas[call - k] - levels.lambdas[call]) / h for k in range(1, order)]
-    weights = _weights(options, hh, ratios, corrects=corrects)
+    weights = _weights(solver, hh, ratios, corrects=corrects)
     points = zip(ratios, known[1:])
     differences = [(quantity - anchor) / ratio for ratio, quantity in points]
     if corrects:
@@ -118,13 +157,13 @@ def _move(
     return np.asarray(moved)
 
 
-def _weights(options: Options, hh: float, ratios: list[float], *, corrects: bool) -> Array:
+def _weights(solver: _Solver, hh: float, ratios: list[float], *, corrects: bool) -> Array:
     """Of each difference: B(h) times the solution of the order conditions (theorem 3.1)."""
     order = len(ratios) + 1
     count = order if corrects else order - 1
     if count == 0:
         return np.array([])
-    scale = np.expm1(hh) if _is_bh2(options) else hh
+    scale = hh if solver.solver_type == "bh1" else np.expm1(hh)
     if count == 1:
         return np.array([scale / 2])
     points = np.array([*ratios, 1.0])
@@ -132,10 +171,6 @@ def _weights(options: Options, hh: float, ratios: list[float], *, corrects: bool
     matrix = np.stack([points**k for k in range(order)])[:count, :count]
     right = np.array([phi * factorial(k + 1) for k, phi in enumerate(phis)])[:count]
     return np.linalg.solve(matrix, right)
-
-
-def _is_bh2(options: Options) -> bool:
-    return bool(options["solver_type"] != "bh1")
 
 
 def _phis(hh: float, count: int) -> list[float]:

@@ -15,7 +15,7 @@ from mlxconv.runtime.schedulers import (
     step,
     with_class,
 )
-from mlxconv.runtime.schedulers.betas import alphas_cumprod
+from mlxconv.runtime.schedulers.betas import LATENT, alphas_cumprod
 
 SD15 = {
     "_class_name": "PNDMScheduler", "beta_start": 0.00085, "beta_end": 0.012,
@@ -24,7 +24,7 @@ SD15 = {
 }  # fmt: skip
 CENTRES, WIDTH = np.random.default_rng(0).normal(size=(6, 8)), 0.15
 START = mx.array(np.random.default_rng(1).normal(size=(128, 8)).astype(np.float32))
-LOGS = np.log(alphas_cumprod({**SD15, "trained_betas": None, "num_train_timesteps": 1000}))
+LOGS = np.log(alphas_cumprod(LATENT))
 
 
 def noise_in(latents: np.ndarray, timestep: float) -> np.ndarray:

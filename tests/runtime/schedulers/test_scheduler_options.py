@@ -21,7 +21,7 @@ from mlxconv.runtime.schedulers import (
     with_class,
 )
 from mlxconv.runtime.schedulers.config import check_name
-from mlxconv.runtime.schedulers.options import RISING
+from mlxconv.runtime.schedulers.flow_match import Flow
 from mlxconv.runtime.schedulers.table import SCHEDULERS
 
 
@@ -41,7 +41,7 @@ def test_knows_the_options_and_defaults_of_diffusers(name: str) -> None:
     ours = dict(SCHEDULERS[name].options)
     hidden = {"sigma_min", "sigma_max"} - set(theirs)  # read where a config holds them
     if name in ("FlowMatchHeunDiscreteScheduler", "LTXEulerAncestralRFScheduler"):
-        hidden |= set(RISING) - set(theirs)  # theirs read few: see the table
+        hidden |= set(Flow.__dataclass_fields__) - set(theirs)  # theirs read few: see the table
     assert {key: ours[key] for key in ours if key not in hidden} == {
         key: tuple(value) if isinstance(value, list) else value for key, value in theirs.items()
     }

@@ -25,9 +25,8 @@ from mlxconv.runtime.schedulers import (
     scheduler_of,
     step,
 )
-from mlxconv.runtime.schedulers.betas import alphas_cumprod
+from mlxconv.runtime.schedulers.betas import Betas, alphas_cumprod
 from mlxconv.runtime.schedulers.sigmas import beta_quantiles
-from mlxconv.runtime.schedulers.table import SCHEDULERS
 
 from .scheduler_cases import CASES, Case
 
@@ -222,7 +221,7 @@ def test_equals_diffusers_at_every_step(case: Case, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("betas", ["linear", "scaled_linear", "squaredcos_cap_v2"])
 def test_tables_round_as_diffusers(betas: str) -> None:
     theirs = _module("DDIMScheduler").DDIMScheduler(beta_schedule=betas).alphas_cumprod.numpy()
-    ours = alphas_cumprod({**SCHEDULERS["DDIMScheduler"].options, "beta_schedule": betas})
+    ours = alphas_cumprod(Betas(beta_schedule=betas))
     assert ours.dtype == np.float32
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=6e-8)  # the last bit is the CPU's
 
