@@ -10,10 +10,10 @@ from typing import Any
 
 from ..errors import ArgumentError, MlxconvError
 from ..files import read_json
-from .names import EVEN, USUAL_NAMES, Named, parsed, spacings, usual_names
+from .names import EVEN, SPACINGS, USUAL_NAMES, Named, parsed, usual_names
 from .options import MOST_STEPS
 from .sigmas import RESPACINGS
-from .table import FOREIGN, SCHEDULERS, Row
+from .table import FOREIGN, SCHEDULERS, Row, short
 
 CONFIG = "scheduler_config.json"
 # DPM-Solver and UniPC call a flow's shift `flow_shift`, the others `shift`.
@@ -143,7 +143,7 @@ def _check_class(asked: Named) -> None:
     if asked.solver is None and not any(_ways(asked.class_name)):
         raise ArgumentError(
             f"scheduler {asked.text!r} is not known; there are {', '.join(USUAL_NAMES)}, behind "
-            f"which {spacings()} may stand, as in 'DPM++ 2M Karras', and diffusers' class names"
+            f"which {SPACINGS} may stand, as in 'DPM++ 2M Karras', and diffusers' class names"
         )
 
 
@@ -151,8 +151,8 @@ def _ways(name: str) -> tuple[str | None, str | None]:
     """What a name stands for, on a flow (`euler` is FlowMatchEuler there) and elsewhere."""
     if name in SCHEDULERS:
         return name, name
-    short = {_short(known): known for known in SCHEDULERS}
-    return short.get("flowmatch" + _short(name)), short.get(_short(name))
+    known = {short(each): each for each in SCHEDULERS}
+    return known.get("flowmatch" + short(name)), known.get(short(name))
 
 
 def _fitting(name: str, family: str, source: str) -> str:
@@ -163,7 +163,7 @@ def _fitting(name: str, family: str, source: str) -> str:
     if found is None:
         raise MlxconvError(
             f"{source}: scheduler {name} is not supported; those that fit: {fits}; behind a name "
-            f"may stand {spacings()}, as in 'DPM++ 2M Karras'"
+            f"may stand {SPACINGS}, as in 'DPM++ 2M Karras'"
         )
     if family not in SCHEDULERS[found].families:
         raise MlxconvError(
@@ -176,18 +176,14 @@ def _asked_options(asked: Named, row: Row, family: str) -> dict[str, Any]:
     """What a name changes; MlxconvError where its solver has no levels of that spacing."""
     changed = asked.options_for(row.reads, family)
     if changed is None:
-        named = {name: replace(asked, solver=name) for name in usual_names(family)}
-        have = [name for name, other in named.items() if _takes_spacing(other, family)]
+        others = {name: replace(asked, solver=name) for name in usual_names(family)}
+        rows = {name: SCHEDULERS[other.class_for(family)] for name, other in others.items()}
+        have = [n for n in others if others[n].options_for(rows[n].reads, family) is not None]
         raise MlxconvError(
             f"scheduler {asked.text!r}: {asked.solver or asked.class_name} has no {asked.spacing} "
             f"levels; of this kind of model {', '.join(have) or 'no other'} has"
         )
     return changed
-
-
-def _takes_spacing(asked: Named, family: str) -> bool:
-    row = SCHEDULERS[asked.class_for(family)]
-    return asked.options_for(row.reads, family) is not None
 
 
 def _without_rivals(options: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,12 +200,6 @@ def _check_known(changed: Mapping[str, Any], row: Row, name: str, source: str) -
             f"{source}: {name} reads no option {', '.join(unknown)}; it reads: "
             f"{', '.join(sorted(row.reads))}"
         )
-
-
-def _short(name: str) -> str:
-    for part in ("Scheduler", "Discrete", "Multistep"):
-        name = name.replace(part, "")
-    return name.lower()
 
 
 def _translated(options: dict[str, Any], row: Row, family: str) -> dict[str, Any]:

@@ -11,49 +11,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import MlxconvError
+from .table import class_for
 
-_DPM = {
-    "beta": "DPMSolverMultistepScheduler",
-    "flow": "DPMSolverMultistepScheduler",
-    "edm": "EDMDPMSolverMultistepScheduler",
-}
 _LATENT = {"clip_sample": False}  # what these classes do by default is for pixels in -1 to 1
-_SDE = {"algorithm_type": "sde-dpmsolver++"}
-# A name, its class for each kind of model (see `Row.families`), and options of that class. Not
+# A name, the solver that stands in its class's name (`class_for`), and options of that class. Not
 # `DPM++ 3M SDE`: diffusers' third order of that solver does not converge, nor does ours, its equal.
-_SOLVERS: dict[str, tuple[Mapping[str, str], dict[str, Any]]] = {
-    "Euler": (
-        {
-            "beta": "EulerDiscreteScheduler",
-            "flow": "FlowMatchEulerDiscreteScheduler",
-            "edm": "EDMEulerScheduler",
-        },
-        {},
-    ),
-    "Euler a": (
-        {
-            "beta": "EulerAncestralDiscreteScheduler",
-            "flow": "LTXEulerAncestralRFScheduler",
-        },
-        {},
-    ),
-    "Heun": (
-        {
-            "beta": "HeunDiscreteScheduler",
-            "flow": "FlowMatchHeunDiscreteScheduler",
-        },
-        {},
-    ),
-    "DPM++ 2M": (_DPM, {}),
-    "DPM++ 2M SDE": (_DPM, _SDE),
-    "DPM++ 3M": (_DPM, {"solver_order": 3}),
-    "UniPC": ({"beta": "UniPCMultistepScheduler", "flow": "UniPCMultistepScheduler"}, {}),
-    "DDIM": ({"beta": "DDIMScheduler", "cogvideox": "CogVideoXDDIMScheduler"}, _LATENT),
-    "DDPM": ({"beta": "DDPMScheduler"}, _LATENT),
-    "PLMS": ({"beta": "PNDMScheduler"}, {"skip_prk_steps": True}),
-    "LCM": ({"beta": "LCMScheduler", "flow": "FlowMatchLCMScheduler"}, {}),
-    "TCD": ({"beta": "TCDScheduler"}, {}),
-    "SCM": ({"trig": "SCMScheduler"}, {}),
+_SOLVERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Euler": ("euler", {}),
+    "Euler a": ("eulerancestral", {}),
+    "Heun": ("heun", {}),
+    "DPM++ 2M": ("dpmsolver", {}),
+    "DPM++ 2M SDE": ("dpmsolver", {"algorithm_type": "sde-dpmsolver++"}),
+    "DPM++ 3M": ("dpmsolver", {"solver_order": 3}),
+    "UniPC": ("unipc", {}),
+    "DDIM": ("ddim", _LATENT),
+    "DDPM": ("ddpm", _LATENT),
+    "PLMS": ("pndm", {"skip_prk_steps": True}),
+    "LCM": ("lcm", {}),
+    "TCD": ("tcd", {}),
+    "SCM": ("scm", {}),
 }
 USUAL_NAMES = tuple(_SOLVERS)
 EVEN = "simple"
@@ -67,6 +43,7 @@ _SPACINGS: dict[str, tuple[dict[str, Any], ...]] = {
     "beta": ({"timestep_spacing": "linspace", "use_beta_sigmas": True},),
     EVEN: ({"timestep_spacing": "trailing"},),
 }
+SPACINGS = ", ".join(_SPACINGS)  # what may follow a name
 _ALIASES = {**{name: name for name in _SPACINGS}, "sgmuniform": EVEN, "trailing": EVEN}
 
 
@@ -83,15 +60,13 @@ class Named:
 
     def class_for(self, family: str) -> str:
         """The class for such a model; MlxconvError names the solvers that there are for it."""
-        if self.solver is None:
-            return self.class_name
-        classes, _ = _SOLVERS[self.solver]
-        if family not in classes:
+        found = class_for(_SOLVERS[self.solver][0], family) if self.solver else self.class_name
+        if found is None:
             raise MlxconvError(
                 f"scheduler {self.text!r}: {self.solver} does not fit a {family} model; those that "
                 f"fit: {', '.join(usual_names(family))}"
             )
-        return classes[family]
+        return found
 
     def options_for(self, known: Collection[str], family: str) -> dict[str, Any] | None:
         """The options that the name stands for; None where the class has no such spacing.
@@ -99,25 +74,19 @@ class Named:
         known: the options that the class reads. The levels of a flow are no option of a class: see
         `Scheduler.even`.
         """
-        own = {} if self.solver is None else _SOLVERS[self.solver][1]
-        own = {key: value for key, value in own.items() if key in known}
-        if self.spacing is None or (self.spacing == EVEN and family == "flow"):
-            return {**own, **self.options}
-        ways = (way for way in _SPACINGS[self.spacing] if [*way][-1] in known)
-        spaced = next(ways, None)
+        own = _SOLVERS[self.solver][1] if self.solver else {}
+        spaced: dict[str, Any] | None = {}
+        if self.spacing and not (self.spacing == EVEN and family == "flow"):
+            ways = (way for way in _SPACINGS[self.spacing] if [*way][-1] in known)
+            spaced = next(ways, None)
         if spaced is None:
             return None
-        return {**own, **{k: v for k, v in spaced.items() if k in known}, **self.options}
+        return {k: v for k, v in {**own, **spaced}.items() if k in known} | {**self.options}
 
 
 def usual_names(family: str) -> list[str]:
     """The names that fit such a model."""
-    return [name for name, (classes, _) in _SOLVERS.items() if family in classes]
-
-
-def spacings() -> str:
-    """What may follow a name."""
-    return ", ".join(_SPACINGS)
+    return [name for name, (solver, _) in _SOLVERS.items() if class_for(solver, family)]
 
 
 def parsed(text: str) -> Named:

@@ -88,3 +88,17 @@ SCHEDULERS: dict[str, Row] = {
 # Options of classes that are not supported, which diffusers drops when one of these is put in
 # their place.
 FOREIGN = frozenset({"noise_sampler_seed", "corrector_order"} | {"predictor_order", "tau_func"})
+_FAMILY_PARTS = ("FlowMatch", "LTX", "RF", "EDM", "CogVideoX")
+
+
+def short(name: str, parts: tuple[str, ...] = ()) -> str:
+    """A class's name in lower case, without `Scheduler`, `Discrete`, `Multistep` and `parts`."""
+    for part in ("Scheduler", "Discrete", "Multistep", *parts):
+        name = name.replace(part, "")
+    return name.lower()
+
+
+def class_for(solver: str, family: str) -> str | None:
+    """The class for such a checkpoint whose name comes down to the solver's."""
+    fitting = (name for name, row in SCHEDULERS.items() if family in row.families)
+    return next((name for name in fitting if short(name, _FAMILY_PARTS) == solver), None)
