@@ -166,6 +166,7 @@ def _zero_terminal(bars: Array) -> Array:
 
 def spaced(picked: Timesteps, train: int, steps: int, *, rounded: bool = True) -> Array:
     """Timesteps (steps,), falling, of `train`: arXiv 2305.08891, table 2."""
+    found: Array
     if picked.timestep_spacing == "linspace":
         found = np.linspace(0, train - 1, steps)[::-1]
         found = found.round() if rounded else found.astype(np.float32).astype(np.float64)
@@ -182,6 +183,7 @@ def spaced_open(picked: Timesteps, train: int, steps: int, last: int | None = No
     last: one more than the largest (`lambda_min_clipped` lowers it), for each spacing.
     """
     last = train if last is None else last
+    found: Array
     if picked.timestep_spacing == "linspace":
         found = np.linspace(0, last - 1, steps + 1).round()[::-1][:-1]
     elif picked.timestep_spacing == "leading":

@@ -13,10 +13,8 @@ import numpy as np
 from ..errors import MlxconvError
 from .betas import LATENT, Betas, alphas_cumprod
 from .ddim import beta_path
-from .limits import Limits
-from .predictions import Prediction, noise_of
-from .request import Request
-from .schedule import Array, Path, Schedule, assemble, basis
+from .predictions import Limits, Prediction, noise_of
+from .schedule import Array, Path, Request, Schedule, assemble, basis
 
 _SIGMA_DATA = 0.5  # of LCM's boundary condition, whatever the options say
 

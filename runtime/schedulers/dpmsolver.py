@@ -15,12 +15,67 @@ import numpy as np
 
 from ..errors import MlxconvError
 from .betas import LINSPACE, Betas, Timesteps, alphas_cumprod, noise_levels, spaced_open
-from .limits import Threshold
-from .multistep import FlowSigmas, Levels, Orders, kept_noise, levels_of, path_of
-from .predictions import WithFlow
-from .request import Request
-from .schedule import Array, Schedule, assemble, basis
-from .sigmas import FinalSigma, Respacing, exponential, shifted, timestep_of
+from .predictions import Threshold, WithFlow, clean_of, noise_of
+from .schedule import Array, Basis, Path, Request, Schedule, assemble, basis
+from .sigmas import FinalSigma, Respacing, shifted, timestep_of
+
+
+@dataclass(frozen=True)
+class Orders:
+    solver_order: Literal[1, 2, 3] = 2
+    lower_order_final: bool = True
+
+
+@dataclass(frozen=True)
+class FlowSigmas:
+    """DPM-Solver's and UniPC's names for a flow's levels."""
+
+    use_flow_sigmas: bool = False
+    flow_shift: float = 1.0
+    use_dynamic_shifting: bool = False
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Noise levels (calls + 1,): latents are `alpha * clean + sigma * noise`.
+
+    lambdas: log(alpha / sigma), infinite where sigma is zero.
+    """
+
+    sigmas: Array
+    alpha: Array
+    sigma: Array
+    lambdas: Array
+
+
+def levels_of(sigmas: Array, *, flow: bool) -> Levels:
+    """sigmas (calls + 1,), rounded to float32 as diffusers keeps them; a flow's, or sigma/alpha."""
+    given = sigmas.astype(np.float32).astype(np.float64)
+    alpha = 1 - given if flow else 1 / np.sqrt(given**2 + 1)
+    sigma = given if flow else given * alpha
+    return Levels(given, alpha, sigma, np.log(alpha) - np.log(sigma))
+
+
+def path_of(prediction_type: str, levels: Levels, timesteps: Array, begin: int) -> Path:
+    """timesteps (calls,): truncated to integers, as diffusers does."""
+    alpha, sigma = levels.alpha[:-1], levels.sigma[:-1]
+    a, b = clean_of(prediction_type, alpha, sigma)
+    return Path(
+        np.trunc(timesteps)[begin:],
+        levels.sigmas[begin:],
+        (alpha[begin], sigma[begin]),
+        (a[begin:], b[begin:]),
+    )
+
+
+def kept_noise(prediction_type: str, levels: Levels, at: Basis, *, limited: bool) -> list[Array]:
+    """The noise in the latents, a vector a call. limited: that of a limited prediction."""
+    alpha, sigma = levels.alpha[:-1], levels.sigma[:-1]
+    if limited:
+        pairs = zip(alpha, sigma)
+        return [(at.latents - of_clean * at.denoised) / of_noise for of_clean, of_noise in pairs]
+    a, b = noise_of(prediction_type, alpha, sigma)
+    return [of_x * at.latents + of_output * at.output for of_x, of_output in zip(a, b)]
 
 
 @dataclass(frozen=True)
@@ -45,6 +100,12 @@ class Solver(Orders):
 class _Spacing(Respacing):
     use_lu_lambdas: bool = False
     lambda_min_clipped: float = -math.inf
+
+    @property
+    def chosen(self) -> str | None:
+        """Karras before Lu before exponential and beta: diffusers' order."""
+        lu = self.use_lu_lambdas and not self.use_karras_sigmas
+        return "use_lu_lambdas" if lu else super().chosen
 
 
 @dataclass(frozen=True)
@@ -71,7 +132,11 @@ def dpmsolver(
         None, "fixed_small", "fixed_small_log", "fixed_large", "fixed_large_log"
     ] = None,
 ) -> Schedule:
-    """variance_type: whether the model learned a variance, which is not supported."""
+    """variance_type: whether the model learned a variance, which is not supported.
+
+    A flow's levels are spaced between their own ends, as FlowMatchEuler does it; diffusers takes
+    those of the betas, which are none of a flow's.
+    """
     kind = algorithm_type.replace("deis", "dpmsolver++")  # as diffusers reads DEIS's own configs
     if not kind.endswith("++") and final_sigmas_type == "zero":
         raise MlxconvError(f"algorithm_type {kind} needs final_sigmas_type sigma_min; found zero")
@@ -80,13 +145,22 @@ def dpmsolver(
     if not kind.endswith("++") and prediction_type == "flow_prediction":
         raise MlxconvError(f"algorithm_type {kind} takes no flow_prediction; use dpmsolver++")
     bars = alphas_cumprod(betas, rescale_betas_zero_snr, floor=True)
+    table, train = noise_levels(bars), betas.num_train_timesteps
     if flow.use_flow_sigmas and not spacing.use_lu_lambdas:
-        train = betas.num_train_timesteps
-        sigmas, timesteps = _flow_levels(request, train, spacing, flow)
+        request.custom_timesteps(train, "use_flow_sigmas")
+        shift = flow.flow_shift if request.mu is None else math.exp(request.mu)
+        sigmas = shifted(1 - np.linspace(1, 1 / train, request.steps + 1), shift)[::-1][:-1]
+        sigmas = spacing.respaced(sigmas, request.steps)
+        timesteps = sigmas * train
     else:
-        sigmas, timesteps = _levels(request, betas, bars, picked, spacing)
-    last = noise_levels(bars)[0] if final_sigmas_type == "sigma_min" else 0.0
-    levels = levels_of(np.append(sigmas, last), flow=flow.use_flow_sigmas)
+        rounds = spacing.chosen in ("use_karras_sigmas", "use_lu_lambdas")
+        rounds = rounds and betas.beta_schedule != "squaredcos_cap_v2"
+        last = train - _clipped(bars, spacing.lambda_min_clipped)
+        sigmas, timesteps = levels_over(
+            request, betas, table, picked, spacing, rounds=rounds, last=last
+        )
+    end = table[0] if final_sigmas_type == "sigma_min" else 0.0
+    levels = levels_of(np.append(sigmas, end), flow=flow.use_flow_sigmas)
     at = basis(solver.solver_order - 1)
     quantities = [at.denoised] * len(sigmas)
     if not kind.endswith("++"):
@@ -115,41 +189,32 @@ def solved(
     return updates
 
 
-def _flow_levels(
-    request: Request, train: int, spacing: Respacing, flow: FlowSigmas
-) -> tuple[Array, Array]:
-    """Levels and timesteps (steps,). A flow's levels are spaced between their own ends, as
-    FlowMatchEuler does it; diffusers takes those of the betas, which are none of a flow's."""
-    mu = request.needed_mu(flow.use_dynamic_shifting)
-    rising = 1 - np.linspace(1, 1 / train, request.steps + 1)
-    sigmas = shifted(rising, flow.flow_shift if mu is None else math.exp(mu))[::-1][:-1]
-    respaced = spacing.respaced(sigmas, request.steps)
-    sigmas = sigmas if respaced is None else respaced
-    return sigmas, sigmas * train
+def _clipped(bars: Array, least: float) -> int:
+    """How many timesteps have a lambda below `least`: the last ones."""
+    lambdas = np.log(np.sqrt(bars)) - np.log(np.sqrt(np.float32(1) - bars))
+    return int(np.searchsorted(lambdas[::-1], np.float32(least)))
 
 
-def _levels(
-    request: Request, betas: Betas, bars: Array, picked: Timesteps, spacing: _Spacing
+def levels_over(
+    request: Request,
+    betas: Betas,
+    table: Array,
+    picked: Timesteps,
+    spacing: Respacing,
+    *,
+    rounds: bool,
+    last: int | None = None,
 ) -> tuple[Array, Array]:
-    """Levels and timesteps (steps,). Karras before Lu before exponential and beta: diffusers'
-    order."""
-    table, train = noise_levels(bars), betas.num_train_timesteps
-    sigmas = spacing.respaced(table[::-1], request.steps)
-    if spacing.use_lu_lambdas and not spacing.use_karras_sigmas:
-        sigmas = exponential(float(table[-1]), float(table[0]), request.steps)
-    if sigmas is not None:
+    """Levels and timesteps (steps,) over the training's levels. rounds: timesteps of respaced
+    levels. last: see `spaced_open`."""
+    train = betas.num_train_timesteps
+    timesteps = request.custom_timesteps(train, spacing.chosen)
+    if spacing.chosen:
+        sigmas = spacing.respaced(table[::-1], request.steps)
         timesteps = timestep_of(sigmas, table)
-        rounds = spacing.use_karras_sigmas or spacing.use_lu_lambdas
-        if rounds and betas.beta_schedule != "squaredcos_cap_v2":
-            timesteps = timesteps.round()
-        return sigmas, timesteps
-    given = request.custom_timesteps(train)
-    if given is not None:
-        timesteps = given
-    else:
-        lambdas = np.log(np.sqrt(bars)) - np.log(np.sqrt(np.float32(1) - bars))
-        clipped = np.searchsorted(lambdas[::-1], np.float32(spacing.lambda_min_clipped))
-        timesteps = spaced_open(picked, train, request.steps, int(train - clipped))
+        return sigmas, timesteps.round() if rounds else timesteps
+    if timesteps is None:
+        timesteps = spaced_open(picked, train, request.steps, last)
     return np.interp(timesteps, np.arange(len(table)), table), timesteps
 
 

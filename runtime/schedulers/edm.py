@@ -12,12 +12,9 @@ from typing import Literal
 import numpy as np
 
 from ..errors import MlxconvError
-from .dpmsolver import Solver, solved
-from .limits import Threshold
-from .multistep import Levels
-from .predictions import NoiseOrV
-from .request import Request
-from .schedule import Array, Path, Schedule, assemble, basis
+from .dpmsolver import Levels, Solver, solved
+from .predictions import NoiseOrV, Threshold
+from .schedule import Array, Path, Request, Schedule, assemble, basis
 from .sigmas import FinalSigma, exponential, karras
 
 

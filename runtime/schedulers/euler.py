@@ -13,10 +13,8 @@ import numpy as np
 
 from .betas import LINSPACE, AnyBetas, Betas, Timesteps, alphas_cumprod, noise_levels, spaced
 from .flow_match import check_even, heun_updates, twice
-from .limits import Clip
-from .predictions import NoiseOrV, Prediction, exploding_clean_of
-from .request import Request
-from .schedule import Array, Path, Schedule, assemble, basis
+from .predictions import Clip, NoiseOrV, Prediction, exploding_clean_of
+from .schedule import Array, Path, Request, Schedule, assemble, basis
 from .sigmas import FinalSigma, Respacing, timestep_of
 
 
@@ -118,8 +116,10 @@ def _interpolated(
 def _respaced(
     spacing: Respacing, steps: int, table: Array, levels: Array, timesteps: Array
 ) -> tuple[Array, Array]:
-    respaced = spacing.respaced(levels, steps)
-    return (levels, timesteps) if respaced is None else (respaced, timestep_of(respaced, table))
+    if spacing.chosen is None:
+        return levels, timesteps
+    levels = spacing.respaced(levels, steps)
+    return levels, timestep_of(levels, table)
 
 
 def _path(

@@ -14,9 +14,8 @@ import numpy as np
 
 from ..errors import MlxconvError
 from .predictions import clean_of
-from .request import Request
-from .schedule import Array, Path, Schedule, assemble, basis
-from .sigmas import Respacing, TimeShift, shifted, stretched, time_shifted
+from .schedule import Array, Path, Request, Schedule, assemble, basis
+from .sigmas import Respacing, TimeShift, flow_levels, shifted
 
 
 @dataclass(frozen=True)
@@ -35,24 +34,19 @@ class Flow(Respacing):
 
     def levels(self, request: Request) -> Array:
         """Shifted and respaced levels, in the precisions that diffusers computes them in."""
-        mu, train = request.needed_mu(self.use_dynamic_shifting), self.num_train_timesteps
+        mu, train = request.mu, self.num_train_timesteps
+        levels: Array
         if request.sigmas is not None:
             levels = np.array(request.sigmas, dtype=np.float32)
         elif request.timesteps is not None:
             levels = np.array(request.timesteps, dtype=np.float32) / train
         else:  # equal steps between the ends of the training's levels, which are shifted once
-            ends = np.array([train, 1], dtype=np.float32) / train
+            ends: Array = np.array([train, 1], dtype=np.float32) / train
             ends = shifted(ends, self.shift) if mu is None else ends
             first, last = float(ends[0]) * train, float(ends[1]) * train
             levels = np.linspace(first, last, request.steps) / train
-        if mu is None:
-            levels = shifted(levels, self.shift)
-        else:
-            levels = time_shifted(levels, mu, self.time_shift_type)
-        if self.shift_terminal:
-            levels = stretched(levels, self.shift_terminal)
-        respaced = self.respaced(levels, request.steps)
-        return levels if respaced is None else respaced
+        levels = flow_levels(levels, self.shift, mu, self.time_shift_type, self.shift_terminal)
+        return self.respaced(levels, request.steps)
 
 
 def flow_match_euler(

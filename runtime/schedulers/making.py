@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,8 +11,7 @@ from ..errors import MlxconvError
 from .config import Scheduler
 from .flow_match import Flow
 from .options import built
-from .request import Request
-from .schedule import Schedule
+from .schedule import Request, Schedule
 from .sigmas import calculate_shift
 
 
@@ -34,18 +34,14 @@ def make_schedule(
     image-to-image (`begin_of`). strength: of LCM and TCD, which respace with it. eta: of DDIM and
     TCD. Raises MlxconvError for what the class does not take.
     """
-    accepts = scheduler.row.accepts
-    if scheduler.even and steps and "sigmas" in accepts and timesteps is sigmas is None:
+    own_levels = timesteps is not None or sigmas is not None
+    if scheduler.even and steps and "sigmas" in scheduler.row.accepts and not own_levels:
         sigmas = np.linspace(1, 1 / steps, steps).tolist()
     own = {"mu": mu, "timesteps": timesteps, "sigmas": sigmas, "strength": strength, "eta": eta}
-    _check_taken(scheduler, {key for key, value in own.items() if value is not None})
-    _check_range("strength", strength, scheduler)
-    _check_range("eta", eta, scheduler)
-    if strength is not None and timesteps is not None:
-        raise MlxconvError("strength respaces timesteps: pass begin beside timesteps of your own")
+    _check_taken(scheduler, {key: value for key, value in own.items() if value is not None})
     request = Request(
         _steps(scheduler, steps, timesteps, sigmas),
-        mu,
+        mu if scheduler.options.get("use_dynamic_shifting") else None,
         None if timesteps is None else tuple(timesteps),
         None if sigmas is None else tuple(sigmas),
         begin,
@@ -53,6 +49,10 @@ def make_schedule(
         eta,
     )
     _check_begin(scheduler, request)
+    if scheduler.options.get("use_dynamic_shifting") and mu is None:
+        raise MlxconvError(
+            "use_dynamic_shifting needs mu: pass calculate_shift(image tokens), or mu itself"
+        )
     # A last level of zero has an infinite lambda; `assemble` checks.
     with np.errstate(all="ignore"):
         return built(scheduler.row.build, request, scheduler.options)
@@ -72,18 +72,20 @@ def shift_for(scheduler: Scheduler, tokens: int) -> float | None:
     return calculate_shift(tokens, *(scheduler.config.get(n, getattr(Flow, n)) for n in names))
 
 
-def _check_taken(scheduler: Scheduler, given: set[str]) -> None:
-    extra = sorted(given - {*scheduler.row.accepts})
+def _check_taken(scheduler: Scheduler, given: Mapping[str, Any]) -> None:
+    extra = sorted(given.keys() - {*scheduler.row.accepts})
     if extra:
         takes = ", ".join(sorted(scheduler.row.accepts)) or "only steps"
         raise MlxconvError(f"{scheduler.name} takes no {', '.join(extra)}; it takes {takes}")
     if "sigmas" in given and scheduler.options.get("use_flow_sigmas") is False:
         raise MlxconvError(f"{scheduler.name} takes sigmas with use_flow_sigmas only")
-
-
-def _check_range(name: str, value: float | None, scheduler: Scheduler) -> None:
-    if value is not None and not 0 <= value <= 1:
-        raise MlxconvError(f"{name} of {scheduler.name} must lie in [0, 1], found {value:g}")
+    for name in ("strength", "eta"):
+        if not 0 <= given.get(name, 0) <= 1:
+            raise MlxconvError(
+                f"{name} of {scheduler.name} must lie in [0, 1], found {given[name]:g}"
+            )
+    if "strength" in given and "timesteps" in given:
+        raise MlxconvError("strength respaces timesteps: pass begin beside timesteps of your own")
 
 
 def _steps(

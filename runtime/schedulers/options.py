@@ -14,8 +14,7 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ..errors import MlxconvError
-from .request import Request
-from .schedule import Schedule
+from .schedule import Request, Schedule
 
 MOST_STEPS = 100_000
 Build = Callable[..., Schedule]

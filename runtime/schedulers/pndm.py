@@ -14,8 +14,7 @@ from ..errors import MlxconvError
 from .betas import Betas, Timesteps, alphas_cumprod, spaced
 from .ddim import beta_path, final_bar
 from .predictions import NoiseOrV
-from .request import Request
-from .schedule import Array, Schedule, assemble, basis
+from .schedule import Array, Request, Schedule, assemble, basis
 
 # Adams-Bashforth: the weights of the outputs, the newest first.
 _WEIGHTS = (

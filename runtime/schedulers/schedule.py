@@ -75,6 +75,36 @@ class Schedule:
         return len(self.timesteps)
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a caller asks of a schedule: see `make_schedule`. None: not asked for."""
+
+    steps: int
+    mu: float | None = None
+    timesteps: tuple[float, ...] | None = None
+    sigmas: tuple[float, ...] | None = None
+    begin: int = 0
+    strength: float | None = None
+    eta: float | None = None
+
+    def custom_timesteps(self, train: int, respacing: str | None = None) -> Array | None:
+        """The caller's timesteps (steps,), checked: falling, and within the `train` of training.
+
+        respacing: the option that asks for levels of its own, with which there can be none.
+        """
+        if self.timesteps is None:
+            return None
+        given = np.array(self.timesteps, dtype=np.float64)
+        if (np.diff(given) >= 0).any() or given[0] >= train or given[-1] < 0:
+            raise MlxconvError(
+                f"timesteps must fall from below num_train_timesteps {train} to no less than 0; "
+                f"found {given.tolist()}"
+            )
+        if respacing:
+            raise MlxconvError(f"timesteps and {respacing} exclude each other")
+        return given
+
+
 def initial_state(schedule: Schedule, latents: mx.array) -> State:
     """The state before the first call: zeros, in float32."""
     return tuple(mx.zeros(latents.shape, dtype=mx.float32) for _ in range(schedule.form.state_size))

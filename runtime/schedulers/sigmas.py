@@ -54,12 +54,16 @@ class Respacing:
         """The option that asks for it."""
         return next((option for option in RESPACINGS if getattr(self, option)), None)
 
-    def respaced(self, sigmas: Array, steps: int) -> Array | None:
-        """`steps` levels between the first and the last of falling `sigmas`, if asked for."""
+    def respaced(self, sigmas: Array, steps: int) -> Array:
+        """`steps` levels between the first and the last of falling `sigmas`; these, if none are
+        asked for."""
         if self.chosen is None:
-            return None
-        largest = float(sigmas[0] if self.sigma_max is None else self.sigma_max)
-        smallest = float(sigmas[-1] if self.sigma_min is None else self.sigma_min)
+            return sigmas
+        ends = float(sigmas[0]), float(sigmas[-1])
+        if self.chosen == "use_lu_lambdas":
+            return exponential(*ends, steps)
+        largest = ends[0] if self.sigma_max is None else self.sigma_max
+        smallest = ends[1] if self.sigma_min is None else self.sigma_min
         return RESPACINGS[self.chosen](largest, smallest, steps)
 
 
@@ -107,16 +111,22 @@ def shifted(sigmas: Array, shift: float) -> Array:
     return np.asarray(shift * sigmas / (1 + (shift - 1) * sigmas))
 
 
-def time_shifted(sigmas: Array, mu: float, kind: str) -> Array:
-    """The same by `mu`: its exponential (FLUX) or itself (CogView4) is the shift."""
-    factor = math.exp(mu) if kind == "exponential" else mu
-    return np.asarray(factor / (factor + (1 / sigmas - 1)))
+def flow_levels(
+    sigmas: Array, shift: float, mu: float | None, kind: TimeShift, terminal: float | None
+) -> Array:
+    """Levels `shifted`, or by `mu`: its exponential (FLUX) or itself (CogView4) is the shift.
 
-
-def stretched(sigmas: Array, terminal: float) -> Array:
-    """Levels whose last is `terminal` (LTX-Video)."""
-    rest = 1 - sigmas
-    return np.asarray(1 - rest / (rest[-1] / (1 - terminal)))
+    terminal: the last of them (LTX-Video).
+    """
+    if mu is None:
+        sigmas = shifted(sigmas, shift)
+    else:
+        factor = math.exp(mu) if kind == "exponential" else mu
+        sigmas = factor / (factor + (1 / sigmas - 1))
+    if terminal:
+        rest = 1 - sigmas
+        sigmas = 1 - rest / (rest[-1] / (1 - terminal))
+    return np.asarray(sigmas)
 
 
 def calculate_shift(

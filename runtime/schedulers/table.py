@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from .cogvideox import cogvideox_ddim, cogvideox_dpm
 from .consistency import lcm, scm, tcd
-from .ddim import ddim, ddpm
+from .ddim import cogvideox_ddim, cogvideox_dpm, ddim, ddpm
 from .dpmsolver import dpmsolver
 from .edm import edm_dpmsolver, edm_euler
 from .euler import euler, euler_ancestral, heun

@@ -12,20 +12,15 @@ from typing import Literal
 
 import numpy as np
 
-from .betas import LINSPACE, Betas, Timesteps, alphas_cumprod, noise_levels, spaced_open
-from .limits import Threshold
-from .multistep import FlowSigmas, Levels, Orders, kept_noise, levels_of, path_of
-from .predictions import WithFlow
-from .request import Request
-from .schedule import Array, Schedule, assemble, basis
+from .betas import LINSPACE, Betas, Timesteps, alphas_cumprod, noise_levels
+from .dpmsolver import FlowSigmas, Levels, Orders, kept_noise, levels_of, levels_over, path_of
+from .predictions import Threshold, WithFlow
+from .schedule import Array, Request, Schedule, assemble, basis
 from .sigmas import (
     FinalSigma,
     Respacing,
     TimeShift,
-    shifted,
-    stretched,
-    time_shifted,
-    timestep_of,
+    flow_levels,
 )
 
 
@@ -62,7 +57,8 @@ def unipc(
     if flow.use_flow_sigmas:
         sigmas, timesteps = _flow_levels(request, train, table, spacing, flow)
     else:
-        sigmas, timesteps = _levels(request, train, table, picked, spacing)
+        rounds = spacing.use_karras_sigmas
+        sigmas, timesteps = levels_over(request, betas, table, picked, spacing, rounds=rounds)
     if flow.use_flow_sigmas or spacing.chosen:
         final = sigmas[-1]
     sigmas = np.append(sigmas, 0.0 if final_sigmas_type == "zero" else final)
@@ -87,40 +83,22 @@ def unipc(
     return assemble(path, updates, limit=limits.limit() if clean else None)
 
 
-def _levels(
-    request: Request, train: int, table: Array, picked: Timesteps, spacing: Respacing
-) -> tuple[Array, Array]:
-    """Levels and timesteps (steps,)."""
-    sigmas = spacing.respaced(table[::-1], request.steps)
-    if sigmas is None:
-        timesteps = spaced_open(picked, train, request.steps)
-        return np.interp(timesteps, np.arange(len(table)), table), timesteps
-    timesteps = timestep_of(sigmas, table)
-    return sigmas, timesteps.round() if spacing.use_karras_sigmas else timesteps
-
-
 def _flow_levels(
     request: Request, train: int, table: Array, spacing: Respacing, flow: _FlowSigmas
 ) -> tuple[Array, Array]:
     """Levels and timesteps (steps,). Exponential and beta levels lie between a flow's own ends;
     diffusers takes those of the betas, which are none of a flow."""
-    mu, given = request.needed_mu(flow.use_dynamic_shifting), request.sigmas
-    own = None if given is None else np.array(given, dtype=np.float64)
-    of_betas = spacing.respaced((table if own is None else own)[::-1], request.steps)
-    if of_betas is not None and spacing.use_karras_sigmas:
+    given = None if request.sigmas is None else np.array(request.sigmas, dtype=np.float64)
+    if spacing.use_karras_sigmas:
+        of_betas = spacing.respaced((table if given is None else given)[::-1], request.steps)
         sigmas = of_betas / (of_betas + 1)
         return sigmas, sigmas * train
-    sigmas = np.linspace(1, 1 / train, request.steps + 1)[:-1] if own is None else own
-    if mu is None:
-        sigmas = shifted(sigmas, flow.flow_shift)
-    else:
-        sigmas = time_shifted(sigmas, mu, flow.time_shift_type)
-    if flow.shift_terminal:
-        sigmas = stretched(sigmas, flow.shift_terminal)
+    sigmas = np.linspace(1, 1 / train, request.steps + 1)[:-1] if given is None else given
+    shifts = flow.flow_shift, request.mu, flow.time_shift_type, flow.shift_terminal
+    sigmas = flow_levels(sigmas, *shifts)
     if abs(sigmas[0] - 1) < 1e-6:  # alpha is not to be zero
         sigmas = np.append(sigmas[0] - 1e-6, sigmas[1:])
-    respaced = spacing.respaced(sigmas, request.steps)
-    sigmas = sigmas if respaced is None else respaced
+    sigmas = spacing.respaced(sigmas, request.steps)
     return sigmas, sigmas * train
 
 

@@ -251,6 +251,11 @@ FLUX = {"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting"
             {"timesteps": [9, 8]},
             "exclude each other",
         ),
+        *(
+            ({"_class_name": "DPMSolverMultistepScheduler", option: True}, {"timesteps": [9, 8]},
+             f"timesteps and {option} exclude each other")
+            for option in ("use_karras_sigmas", "use_lu_lambdas", "use_flow_sigmas")
+        ),
         (
             {"_class_name": "DPMSolverMultistepScheduler", "algorithm_type": "dpmsolver"},
             {"steps": 4},
