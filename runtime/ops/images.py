@@ -21,6 +21,25 @@ def _nearest_index(size: int, out: int, scale: float | None, exact: bool) -> mx.
     return mx.array(np.clip(picked, 0, size - 1).astype(np.int32))
 
 
+MAX_GROWTH = 1024  # times the elements that one op makes of its input by `scales`
+
+
+def _lengths(
+    x: mx.array, sizes: Sequence[int] | None, scales: Sequence[float] | None
+) -> list[tuple[int, int, int, float | None]]:
+    """Of each resampled axis: its number, its length, the length wanted, the scale if given."""
+    growth = math.prod(scales or ())
+    if not growth <= MAX_GROWTH:
+        raise ValueError(f"scales {scales} make {growth} elements of one, more than {MAX_GROWTH}")
+    count = len(sizes if sizes is not None else scales or ())
+    found = []
+    for i, axis in enumerate(range(x.ndim - count, x.ndim)):
+        size, scale = x.shape[axis], scales[i] if scales is not None else None
+        out = int(sizes[i]) if sizes is not None else math.floor(size * (scale or 1))
+        found.append((axis, size, out, scale))
+    return found
+
+
 @op
 def upsample_nearest(
     x: mx.array,
@@ -29,11 +48,7 @@ def upsample_nearest(
     exact: bool = False,
 ) -> mx.array:
     """x (batch, channels, *size) resampled to `sizes`, or by `scales`, by the nearest element."""
-    first = x.ndim - len(sizes if sizes is not None else scales or ())
-    for i, axis in enumerate(range(first, x.ndim)):
-        size = x.shape[axis]
-        scale = scales[i] if scales is not None else None
-        out = int(sizes[i]) if sizes is not None else math.floor(size * (scale or 1))
+    for axis, size, out, scale in _lengths(x, sizes, scales):
         if not size:
             continue  # nothing gives nothing, along whatever axis
         if out % size == 0 and scale in (None, out / size):
@@ -116,10 +131,7 @@ def _resampling(
         align_corners: bool = False,
         antialias: bool = False,
     ) -> mx.array:
-        count = len(sizes if sizes is not None else scales or ())
-        for i, axis in enumerate(range(x.ndim - count, x.ndim)):
-            size, scale = x.shape[axis], scales[i] if scales is not None else None
-            out = int(sizes[i]) if sizes is not None else math.floor(size * (scale or 1))
+        for axis, size, out, scale in _lengths(x, sizes, scales):
             if antialias and not align_corners:
                 chosen = _antialiased_taps(kernel, reach, size, out, scale)
             else:

@@ -70,6 +70,14 @@ def conv(dtype: mx.Dtype = mx.float32, **options: Any) -> mx.array:
         (lambda: conv(padding=(4096,)), "padding or stride of 4096 for a kernel that reaches 1"),
         (lambda: conv(groups=False), "groups is"),
         (lambda: conv(dtype=mx.int32), "a convolution of"),
+        (
+            lambda: OPS["upsample_nearest"](mx.zeros((1, 1, 4, 4)), None, [4096, 2.0]),
+            r"scales \[4096, 2.0\] make 8192.0 elements of one, more than 1024",
+        ),
+        (
+            lambda: OPS["upsample_linear"](mx.zeros((1, 1, 4)), None, [float("nan")]),
+            "make nan elements of one",
+        ),
     ],
 )
 def test_numbers_that_fit_nothing_are_refused(apply: Callable[[], Any], says: str) -> None:
