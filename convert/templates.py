@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -16,6 +17,11 @@ def render(template: str, filters: Mapping[str, Callable[..., Any]], **values: A
     In HTML and SVG every value is escaped unless it is `Markup`; Markdown escapes by `filters`.
     A name that the template uses and nobody gives is a jinja2.UndefinedError.
     """
+    return _environment(tuple(filters.items())).get_template(template).render(**values)
+
+
+@cache
+def _environment(filters: tuple[tuple[str, Callable[..., Any]], ...]) -> Environment:
     environment = Environment(
         loader=PackageLoader("mlxconv", "convert"),
         autoescape=lambda name: name is not None and name.endswith(_ESCAPED),
@@ -25,4 +31,4 @@ def render(template: str, filters: Mapping[str, Callable[..., Any]], **values: A
         keep_trailing_newline=True,
     )
     environment.filters.update(filters)
-    return environment.get_template(template).render(**values)
+    return environment

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-import yaml
 
 from mlxconv.runtime.bundle import MANIFEST
 from mlxconv.runtime.errors import ArgumentError, MlxconvError
@@ -25,7 +21,6 @@ if TYPE_CHECKING:
 # Names that a bundle has weights by; other weights in a repository are somebody's own.
 OUR_WEIGHTS = re.compile(r"[^/]+/(model(-\d{5}-of-\d{5})?|constants)\.safetensors")
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|ckpt|pt|pth|gguf|onnx|npz|h5|msgpack)")
-_NAME = re.compile(r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -45,21 +40,19 @@ class Destination:
 
 
 def check_repo_id(repo: str) -> str:
-    """The Hub's rules for names; returns `repo`. No request is made."""
-    name = repo.rpartition("/")[2]
-    faults = (
-        (repo.count("/") != 1, "expected NAMESPACE/NAME, such as me/FLUX.1-schnell-4bit"),
-        (len(name) > 96, f"a name has at most 96 characters, this one {len(name)}"),
-        ("--" in repo or ".." in repo, "-- and .. are not allowed"),
-        (name.endswith((".git", ".ipynb")), "a name does not end in .git or .ipynb"),
-        (
-            not all(_NAME.fullmatch(part) for part in repo.split("/")),
-            "only letters, digits, '-', '_' and '.' are allowed, and neither '-' nor '.' at an end",
-        ),
-    )
-    for wrong, why in faults:
-        if wrong:
-            raise ArgumentError(f"{repo}: cannot be a repository's name: {why}")
+    """The client's rules for names, with a namespace; returns `repo`. No request is made."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise ArgumentError(f"{repo}: cannot be a repository's name: {error}") from error
+    if "/" not in repo:
+        raise ArgumentError(
+            f"{repo}: cannot be a repository's name: expected NAMESPACE/NAME, such as "
+            "me/FLUX.1-schnell-4bit"
+        )
     return repo
 
 
@@ -102,7 +95,7 @@ def prepare(
         _check_metadata(repo, licence)
     with hub_errors(repo, revision, writing=True):
         api.create_repo(repo, private=private or None, exist_ok=True)
-        _check_write(api, repo)
+        api.auth_check(repo, write=True)
         if revision not in (None, "main"):
             api.create_branch(repo, branch=revision, exist_ok=True)
         branch = revision or "main"
@@ -154,34 +147,21 @@ def _check_metadata(repo: str, licence: Licence) -> None:
 
     Not by `ModelCard.validate`, which in 1.x asks huggingface.co whatever HF_ENDPOINT says.
     """
-    text = yaml.safe_dump(licence.metadata(), sort_keys=False)
-    content = {"repoType": "model", "content": f"---\n{text}---\n"}
+    from huggingface_hub import ModelCardData
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    front = ModelCardData(**licence.metadata()).to_yaml()
+    content = {"repoType": "model", "content": f"---\n{front}\n---\n"}
     with hub_errors(repo):
-        http = _http()
-        answer = http.get_session().post(
-            f"{_endpoint()}/api/validate-yaml", json=content, headers=http.build_hf_headers()
+        answer = get_session().post(
+            f"{_endpoint()}/api/validate-yaml", json=content, headers=build_hf_headers()
         )
         if answer.status_code == 400:
             said = [str(error["message"]) for error in answer.json()["errors"]]
             raise MlxconvError(
                 f"{repo}: the Hub does not take the licence {licence.label!r}: {'; '.join(said)}"
             )
-        http.hf_raise_for_status(answer)
-
-
-def _check_write(api: HfApi, repo: str) -> None:
-    """The Hub's own answer; clients of 1.x have the address but no argument for it."""
-    if "write" in inspect.signature(api.auth_check).parameters:
-        api.auth_check(repo, write=True)
-        return
-    http = _http()
-    address = f"{_endpoint()}/api/models/{repo}/auth-check/write"
-    http.hf_raise_for_status(http.get_session().get(address, headers=http.build_hf_headers()))
-
-
-def _http() -> Any:
-    """huggingface_hub's own session, headers and errors."""
-    return import_module("huggingface_hub.utils")
+        hf_raise_for_status(answer)
 
 
 def _endpoint() -> str:

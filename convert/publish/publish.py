@@ -161,14 +161,13 @@ def publish(
     card = _describe(bundle, wishes, origin, licence, measured)
     listing = list_bundle(bundle, current_token())
     if dry_run:
-        stale = state_of(destination, listing).stale if destination else ()
-        return UploadReport(
-            wishes, destination, card, licence, measured, listing, None, stale, notes, not_checked
-        )
-    assert destination is not None
-    sent = send(destination, listing, f"Upload {bundle.path.name} by mlxconv", say)
+        sent, deleted = None, state_of(destination, listing).stale if destination else ()
+    else:
+        assert destination is not None
+        sent = send(destination, listing, f"Upload {bundle.path.name} by mlxconv", say)
+        deleted = sent.deleted
     return UploadReport(
-        wishes, destination, card, licence, measured, listing, sent, sent.deleted, notes
+        wishes, destination, card, licence, measured, listing, sent, deleted, notes, not_checked
     )
 
 

@@ -184,8 +184,8 @@ def _share(part: float, whole: float) -> str:
 _FILTERS: dict[str, Callable[..., str]] = {
     "figure": _figure,
     "share": _share,
-    "size": format_bytes,
-    "count": human_count,
+    "bytes": format_bytes,
+    "human": human_count,
 }
 
 

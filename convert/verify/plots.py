@@ -13,6 +13,7 @@ from ..templates import render
 
 _HEIGHT, _RIGHT = 236, 14
 _LETTER = 6.1  # width of a character, about
+_FILTERS = {"place": "{:.1f}".format}
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -44,9 +45,8 @@ class Series:
 
 def log_plot(series: Sequence[Series], label: str, width: int) -> Markup:
     """An SVG of `width` units, all series on one axis; `label` says what it shows."""
-    filters = {"place": lambda value: f"{value:.1f}"}
     axes = _Axes(series, width)
-    return Markup(render("verify/plot.svg.jinja", filters, axes=axes, series=series, label=label))
+    return Markup(render("verify/plot.svg.jinja", _FILTERS, axes=axes, series=series, label=label))
 
 
 class _Axes:

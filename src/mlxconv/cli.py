@@ -115,11 +115,13 @@ def _publishing(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wishes(repo: str, publishing: dict[str, Any], as_json: bool, **more: Any) -> Any:
     """The options of publishing; with `--json` the client shows no progress bars."""
+    from huggingface_hub.utils import disable_progress_bars
+
     from .convert.publish.licence import Given
     from .convert.publish.publish import Wishes
 
-    if as_json:
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if as_json and "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ:
+        disable_progress_bars()
     given = Given(*(publishing[f"license_{part}"] for part in ("id", "name", "link")))
     base_model = publishing["base_model"]
     return Wishes(repo, publishing["private"], given=given, base_model=base_model, **more)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -230,7 +232,7 @@ def _write_token_across_pieces(bundle: Path) -> None:
     [
         (_write_token_in_yaml, "settings.yaml: holds your Hub token"),
         (_write_token_across_pieces, "notes.txt: holds your Hub token"),
-        (_cut_shard, r"model-00002-of-00002\.safetensors: expected"),
+        (_cut_shard, r"model-00002-of-00002\.safetensors: header describes .* the file has"),
         (_flip_bit, "its bytes are not those written"),
         (_lose_shard, r"model-00001-of-00002\.safetensors: cannot be read back"),
         (_link_out, r"model-00001-of-00002\.safetensors: is a symbolic link"),
@@ -490,6 +492,23 @@ def test_ctrl_c_says_what_is_committed(
     assert done.code == 130
     assert f"interrupted; {REPO}: not published: 0 of 11 files" in done.err
     assert published(hub) == {}
+
+
+def test_json_shows_no_progress_bars(env: Env) -> None:
+    """Also on a terminal, and though the client was imported to read the repository's name."""
+    code = """
+from mlxconv import cli, parameters
+from huggingface_hub.utils import are_progress_bars_disabled
+parameters.REPOSITORY.convert("me/x", None, None)
+names = "private license_id license_name license_link base_model".split()
+cli._wishes("me/x", dict.fromkeys(names), True)
+print(are_progress_bars_disabled())
+"""
+    env = {name: value for name, value in env.items() if name != "HF_HUB_DISABLE_PROGRESS_BARS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "True\n"
 
 
 def test_upload_needs_no_torch(hub: Hub, bundle: Path, env: Env, tmp_path: Path) -> None:
