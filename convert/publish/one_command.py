@@ -16,14 +16,14 @@ from ..store.bundle_folder import check_target
 from ..verify.verify import measure
 from .licence import licence_of
 from .preflight import Destination, prepare
-from .publish import Say, Wishes, facts_of, looked_at, publish, remote_facts
+from .publish import PublishOptions, Say, facts_of, looked_at, publish, remote_facts
 
 
 def convert_and_publish(
     source: str,
     out: Path,
     q: str,
-    wishes: Wishes,
+    publishing: PublishOptions,
     *,
     command: str,
     say: Say,
@@ -41,7 +41,7 @@ def convert_and_publish(
     if not (dry_run or finished):
         check_target(out, options["force"])
     destination, not_checked = check_before_converting(
-        source, options["revision"], wishes, dry_run=dry_run
+        source, options["revision"], publishing, dry_run=dry_run
     )
     if not_checked:
         say(f"not checked: {not_checked}")
@@ -65,13 +65,13 @@ def convert_and_publish(
         data["verify"] = parity.as_json()
         if not parity.passed:
             return data, False
-    sent = publish(out, wishes, destination, say=say)
+    sent = publish(out, publishing, destination, say=say)
     show(sent.as_text())
     return {**data, "upload": sent.as_json()}, True
 
 
 def check_before_converting(
-    source: str, revision: str | None, wishes: Wishes, *, dry_run: bool = False
+    source: str, revision: str | None, publishing: PublishOptions, *, dry_run: bool = False
 ) -> tuple[Destination | None, str]:
     """Ask for the licence and prepare the repository: nothing that costs more than seconds.
 
@@ -87,12 +87,14 @@ def check_before_converting(
         if not folder.is_dir():
             raise MlxconvError(f"{source}: no such folder; check the path, or give ORG/NAME")
         texts = published_root(folder)
-        origin = origin_of(str(folder.absolute()), revision, wishes.base_model)
+        origin = origin_of(str(folder.absolute()), revision, publishing.base_model)
         facts = facts_of(read_source_card(folder), origin)
-    licence = licence_of(facts, origin, wishes.given, texts)
+    licence = licence_of(facts, origin, publishing.given, texts)
     if dry_run:
-        return looked_at(wishes)
-    ready = prepare(wishes.repo, private=wishes.private, revision=wishes.revision, licence=licence)
+        return looked_at(publishing)
+    ready = prepare(
+        publishing.repo, private=publishing.private, revision=publishing.revision, licence=licence
+    )
     return ready, ""
 
 

@@ -37,7 +37,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Wishes:
+class PublishOptions:
     """How to publish.
 
     base_model: the source's repository, where the bundle does not name it. against: the source to
@@ -57,7 +57,7 @@ class Wishes:
 class UploadReport:
     """What was published, or with `dry_run` what would be."""
 
-    wishes: Wishes
+    options: PublishOptions
     destination: Destination | None
     card: Path
     licence: Licence
@@ -73,13 +73,13 @@ class UploadReport:
         files = [{"path": f.path, "bytes": f.size} for f in self.listing.files.values()]
         sent = self.sent.files if self.sent else ()
         return {
-            "repo": self.wishes.repo,
-            "revision": self.wishes.revision or "main",
+            "repo": self.options.repo,
+            "revision": self.options.revision or "main",
             "published": self.sent is not None,
             "dry_run": self.sent is None,
             "commit": self.sent.state.commit if self.sent else None,
             "url": self.destination.url if self.destination else None,
-            "private": self.destination.private if self.destination else self.wishes.private,
+            "private": self.destination.private if self.destination else self.options.private,
             "license": self.licence.metadata(),
             "parity": None if self.measured.rows is None else self.measured.passed,
             "card": str(self.card),
@@ -105,7 +105,7 @@ class UploadReport:
         total = f"{len(self.listing.files)} files, {format_bytes(self.listing.nbytes)}"
         if self.sent is None:
             there = "" if self.destination or self.not_checked else ", which would be created"
-            lines.append(f"dry run, nothing was sent: {total} to {self.wishes.repo}{there}")
+            lines.append(f"dry run, nothing was sent: {total} to {self.options.repo}{there}")
             if self.not_checked:
                 lines.append(f"not checked: {self.not_checked}")
         else:
@@ -120,7 +120,7 @@ class UploadReport:
 
 def publish(
     path: Path,
-    wishes: Wishes,
+    options: PublishOptions,
     destination: Destination | None = None,
     *,
     dry_run: bool = False,
@@ -134,31 +134,31 @@ def publish(
     """
     bundle = open_bundle(path.expanduser().resolve())
     manifest = bundle.manifest
-    base_model = wishes.base_model or manifest.get("base_model")
+    base_model = options.base_model or manifest.get("base_model")
     origin = origin_of(str(manifest["source"]), manifest.get("revision"), base_model)
     facts: dict[str, Any] = manifest.get("source_card") or {}
     not_checked = ""
     try:
         facts = facts_of(facts, origin, bundle.path)
     except Unreachable:
-        if not (dry_run and wishes.given.id):
+        if not (dry_run and options.given.id):
             raise
-    licence = licence_of(facts, origin, wishes.given, bundle.path)
+    licence = licence_of(facts, origin, options.given, bundle.path)
     if destination is None and dry_run:
-        destination, not_checked = looked_at(wishes)
+        destination, not_checked = looked_at(options)
     elif destination is None:
         destination = prepare(
-            wishes.repo, private=wishes.private, revision=wishes.revision, licence=licence
+            options.repo, private=options.private, revision=options.revision, licence=licence
         )
-    if wishes.against is not None:
-        say(measure(bundle.path, wishes.against).as_text())
+    if options.against is not None:
+        say(measure(bundle.path, options.against).as_text())
     measured = _measured(bundle)
     origin = _ask_gated(origin, destination)
     notes = _notes(origin, licence, measured)
     for note in notes:
         say(note)
     _tidy_manifest(bundle, origin, facts)
-    card = _describe(bundle, wishes, origin, licence, measured)
+    card = _describe(bundle, options, origin, licence, measured)
     listing = list_bundle(bundle, current_token())
     if dry_run:
         sent, deleted = None, state_of(destination, listing).stale if destination else ()
@@ -167,17 +167,17 @@ def publish(
         sent = send(destination, listing, f"Upload {bundle.path.name} by mlxconv", say)
         deleted = sent.deleted
     return UploadReport(
-        wishes, destination, card, licence, measured, listing, sent, deleted, notes, not_checked
+        options, destination, card, licence, measured, listing, sent, deleted, notes, not_checked
     )
 
 
-def looked_at(wishes: Wishes) -> tuple[Destination | None, str]:
+def looked_at(options: PublishOptions) -> tuple[Destination | None, str]:
     """The repository, for a dry run, and what cannot be known of it without network."""
     try:
-        return look(wishes.repo, wishes.revision), ""
+        return look(options.repo, options.revision), ""
     except Unreachable as error:
         return None, (
-            f"whether {wishes.repo} exists and may be written to, which of these files "
+            f"whether {options.repo} exists and may be written to, which of these files "
             f"it has, the token, the source's card and terms ({error})"
         )
 
@@ -250,20 +250,20 @@ def _notes(origin: Origin, licence: Licence, measured: Measured) -> tuple[str, .
 
 
 def _describe(
-    bundle: Bundle, wishes: Wishes, origin: Origin, licence: Licence, measured: Measured
+    bundle: Bundle, options: PublishOptions, origin: Origin, licence: Licence, measured: Measured
 ) -> Path:
     """Write what describes the bundle: picture, notice, card; returns the card's path.
 
     A card without our mark is the user's own and stays.
     """
-    if wishes.picture is not None:
-        read_sample(wishes.picture)
-        shutil.copyfile(wishes.picture, bundle.path / PICTURE_FILE)
-    facts = card_facts(wishes.repo, bundle, origin, licence, measured)
+    if options.picture is not None:
+        read_sample(options.picture)
+        shutil.copyfile(options.picture, bundle.path / PICTURE_FILE)
+    facts = card_facts(options.repo, bundle, origin, licence, measured)
     quantized = sorted(n for n, held in facts.held.items() if held.quantized)
     how = "weights converted to the layout and precisions of MLX"
     how += f", {', '.join(quantized)} quantized" if quantized else ""
-    write_whole(bundle.path / NOTICE_FILE, notice_text(wishes.repo, origin, licence, how))
+    write_whole(bundle.path / NOTICE_FILE, notice_text(options.repo, origin, licence, how))
     card = bundle.path / CARD_FILE
     if not card.is_file() or MARK in card.read_text(encoding="utf-8", errors="replace"):
         write_whole(card, make_card(facts))

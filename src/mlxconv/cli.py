@@ -113,18 +113,18 @@ def _publishing(command: Callable[..., Any]) -> Callable[..., Any]:
     return gathered
 
 
-def _wishes(repo: str, publishing: dict[str, Any], as_json: bool, **more: Any) -> Any:
+def _publish_options(repo: str, publishing: dict[str, Any], as_json: bool, **more: Any) -> Any:
     """The options of publishing; with `--json` the client shows no progress bars."""
     from huggingface_hub.utils import disable_progress_bars
 
     from .convert.publish.licence import Given
-    from .convert.publish.publish import Wishes
+    from .convert.publish.publish import PublishOptions
 
     if as_json and "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ:
         disable_progress_bars()
     given = Given(*(publishing[f"license_{part}"] for part in ("id", "name", "link")))
     base_model = publishing["base_model"]
-    return Wishes(repo, publishing["private"], given=given, base_model=base_model, **more)
+    return PublishOptions(repo, publishing["private"], given=given, base_model=base_model, **more)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -281,9 +281,11 @@ def convert(
         from .convert.publish.one_command import convert_and_publish
 
         out = out or Path(upload_repo.rpartition("/")[2])
-        wishes = _wishes(upload_repo, publishing, as_json)
+        publish_options = _publish_options(upload_repo, publishing, as_json)
         shown = say if as_json else show  # as they come
-        data, passed = convert_and_publish(source, out, q, wishes, say=say, show=shown, **options)
+        data, passed = convert_and_publish(
+            source, out, q, publish_options, say=say, show=shown, **options
+        )
         text, note = "", "" if passed else f"{out}: verify failed, so it was not published"
     else:
         from .convert.conversion import convert as run
@@ -842,8 +844,8 @@ def upload(
     _exact()
     from .convert.publish.publish import publish
 
-    wishes = _wishes(repo, publishing, as_json, **options)
-    report = publish(bundle, wishes, dry_run=dry_run, say=say)
+    publish_options = _publish_options(repo, publishing, as_json, **options)
+    report = publish(bundle, publish_options, dry_run=dry_run, say=say)
     _emit(as_json, report.as_json(), report.as_text())
 
 

@@ -234,7 +234,7 @@ def _write_token_across_pieces(bundle: Path) -> None:
         (_write_token_across_pieces, "notes.txt: holds your Hub token"),
         (_cut_shard, r"model-00002-of-00002\.safetensors: header describes .* the file has"),
         (_flip_bit, "its bytes are not those written"),
-        (_lose_shard, r"model-00001-of-00002\.safetensors: cannot be read back"),
+        (_lose_shard, r"model-00001-of-00002\.safetensors: cannot be read"),
         (_link_out, r"model-00001-of-00002\.safetensors: is a symbolic link"),
         (_link_folder, "scheduler: is a symbolic link"),
         (_write_token, "holds your Hub token"),
@@ -501,7 +501,7 @@ from mlxconv import cli, parameters
 from huggingface_hub.utils import are_progress_bars_disabled
 parameters.REPOSITORY.convert("me/x", None, None)
 names = "private license_id license_name license_link base_model".split()
-cli._wishes("me/x", dict.fromkeys(names), True)
+cli._publish_options("me/x", dict.fromkeys(names), True)
 print(are_progress_bars_disabled())
 """
     env = {name: value for name, value in env.items() if name != "HF_HUB_DISABLE_PROGRESS_BARS"}
