@@ -16,11 +16,15 @@ Listener = Callable[[str, int, int], None]
 
 @dataclass
 class Phases:
-    """Seconds and peak bytes of MLX's memory by phase; `wall` is from the first to now."""
+    """Seconds and peak bytes of MLX's memory by phase; `wall` is from the first to now.
+
+    later: seconds of each step but the first.
+    """
 
     listener: Listener | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
+    later: list[float] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter)
 
     @contextmanager

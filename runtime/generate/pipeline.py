@@ -16,23 +16,22 @@ from ..bundle import open_bundle, read_json
 from ..errors import ArgumentError, MlxconvError
 from ..exec.executor import COMPILE_MODES
 from ..exec.finite import check_finite
-from ..schedulers import Schedule, Scheduler, with_class
-from .decode import LinearDecoder, find_decoder, standing_in
+from ..schedulers import Schedule, Scheduler
+from .decode import LinearDecoder, standing_in
 from .denoise import Callback, LoopSettings, Noise, Progress, denoise
 from .families import family_of
 from .families.embeddings import embedded
-from .families.family import Defaults, Family, Inputs, Parts, Request
+from .families.family import Defaults, Inputs, Parts, Request
 from .guidance import Guided
 from .noise import Generator
 from .options import DIFFUSERS_NAMES, Options, takes
 from .phases import Phases
 from .picture_files import Pictures, records_of
-from .plan import Plan
+from .plan import Plan, plan_pictures
 from .staging import Staged
-from .tiling import in_strips, work_of
+from .tiling import in_strips
 
 COMPILE = (*COMPILE_MODES, "all")
-_CFG = 4.0  # with a negative prompt, where none is asked for
 
 
 class Pipeline:
@@ -105,45 +104,7 @@ class Pipeline:
 
     def plan(self, options: Options) -> Plan:
         """What will be made; MlxconvError for what cannot be."""
-        own, steps = self.defaults, options.steps
-        _check_prompts(options)
-        pull = own.guidance if options.guidance is None else options.guidance
-        against = options.negative is not None or options.negative_embeddings is not None
-        scale, guided = self._scale(against, pull, options.cfg)
-        levels = options.timesteps if options.sigmas is None else options.sigmas
-        if levels is not None:
-            if steps is not None:
-                raise ArgumentError("give steps, or sigmas or timesteps: one of the two")
-            steps = len(levels)
-        request = Request(
-            options.prompts[0],
-            options.width or own.width,
-            options.height or own.height,
-            own.steps if steps is None else steps,
-            pull,
-            options.negative,
-            scale,
-            0,
-            options.tokens,
-            guided,
-            options.conditioning or {},
-            options.sigmas,
-            options.timesteps,
-        )
-        _check(request, own, self.family)
-        if options.batch < 1:
-            raise ArgumentError(f"batch is {options.batch}: at least 1")
-        notes = self._without_effect(options, request, against)
-        requests = [
-            replace(request, prompt=prompt, seed=seed)
-            for prompt, seeds in zip(options.prompts, options.seeds(), strict=True)
-            for seed in seeds
-        ]
-        decoder = None if options.decoder is None else find_decoder(self.parts, options.decoder)
-        scheduler = self.parts.scheduler
-        if options.scheduler is not None:
-            scheduler = with_class(scheduler, options.scheduler)
-        return Plan(requests, scheduler, decoder, self._work(options.tile), options, notes)
+        return plan_pictures(self.parts, self.family, options)
 
     def run(self, plan: Plan) -> Pictures:
         """Make what was planned: encode all prompts, then denoise and decode picture by picture."""
@@ -152,116 +113,18 @@ class Pipeline:
         self.parts.notes = made.notes
         clock = Phases(plan.options.listener)
         encoded = self._encode(plan, clock)
-        later: list[float] = []
         ends = []
         for requests, prompts in zip(plan.by_prompt, encoded, strict=True):
-            generators = [Generator(request.seed) for request in requests]
-            starts, schedule = self._start(requests, prompts[0], plan.scheduler, generators)
-            batches = [
-                slice(at, at + plan.options.batch)
-                for at in range(0, len(starts), plan.options.batch)
-            ]
-            groups = [mx.concatenate(starts[batch]) for batch in batches]
-            with clock.phase("prepare"):
-                models = {
-                    count: self._prepare(prompts, starts[0], schedule, plan, made, count)
-                    for count in {len(group) for group in groups}
-                }
-            told = self._previewing(plan, requests[0], clock)
-            noises: list[Noise] = [
-                partial(_again, generators[batch], starts[0].shape) for batch in batches
-            ]
-            loop = plan.options.loop
-            ends += self._denoise(models, groups, schedule, noises, told, clock, later, loop)
-        first = clock.seconds["first_step"]
-        clock.seconds["steps"] -= first + clock.seconds.get("preview", 0.0)
-        clock.seconds["step_median"] = median(later or [first])
+            ends += self._denoised(requests, prompts, plan, made, clock)
         with clock.phase("decode", len(ends)) as ended:
             mx.clear_cache()  # of the steps' buffers, which a decoder cannot use
             made.pixels = self._decode(ends, made, plan, ended)
         made.images = [_image(pixels) for pixels in made.pixels]
-        made.seconds = {**clock.seconds, "total": clock.wall}
-        made.peak_bytes = clock.peak_bytes
+        made.seconds, made.peak_bytes = _seconds(clock), clock.peak_bytes
         made.notes[:] = dict.fromkeys(made.notes)
         return made
 
-    def _without_effect(self, options: Options, request: Request, against: bool) -> list[str]:
-        """What was asked for and changes nothing, each with the reason. A value that means "off"
-        is none."""
-        family, parts, loop = self.family, self.parts, options.loop
-        waits, steps = family.embedded(parts), request.steps
-        return [
-            note
-            for note, without in (
-                (
-                    f"the negative prompt is not read: guidance is {request.cfg:g}",
-                    against and not request.guided,
-                ),
-                (
-                    f"guidance {options.guidance} has no effect: this checkpoint takes none; with "
-                    "a negative prompt (--negative) cfg (--cfg) guides it",
-                    options.guidance not in (None, 0, 1) and not family.reads_guidance(parts),
-                ),
-                (
-                    f"cfg {options.cfg} has no effect without a negative prompt (--negative)",
-                    waits and options.cfg not in (None, 1) and not against,
-                ),
-                (
-                    f"cfg_end {options.cfg_end} has no effect: no negative prompt is read",
-                    options.cfg_end != 1 and not request.guided,
-                ),
-                (
-                    f"tokens {options.tokens} has no effect: embeddings were given",
-                    options.tokens is not None and options.embeddings is not None,
-                ),
-                (
-                    f"tokens {options.tokens} has no effect: the text encoders of this pipeline "
-                    "read a fixed number",
-                    options.tokens is not None and not family.takes_tokens,
-                ),
-                (
-                    f"batch {options.batch}: a prompt has fewer pictures (--count), "
-                    "made in one batch",
-                    options.batch > max(map(len, options.seeds())),
-                ),
-                (
-                    f"evaluate_every {loop.evaluate_every} of {steps} steps: evaluated at the end",
-                    loop.evaluate_every > steps,
-                ),
-                (
-                    f"clear_cache_every {loop.clear_cache_every} has no effect in {steps} steps",
-                    loop.clear_cache_every > steps,
-                ),
-            )
-            if without
-        ]
-
     # ---- the phases ----
-
-    def _work(self, tile: str | int) -> int:
-        """Bytes that a strip may need. What is compiled is decoded whole: strips are not."""
-        if self.parts.compile == "off":
-            return work_of(tile)
-        if tile not in ("auto", "off"):
-            raise MlxconvError(
-                f"tile={tile}: a compiled VAE decodes whole pictures; leave --tile out, or compile "
-                "the denoiser alone (--compile program)"
-            )
-        return 0
-
-    def _scale(self, against: bool, guidance: float, cfg: float | None) -> tuple[float, bool]:
-        """The scale away from the negative prompt, and whether that is read."""
-        waits = self.family.embedded(self.parts)
-        if waits:
-            scale = (_CFG if against else 1.0) if cfg is None else cfg
-        elif cfg is not None:
-            raise MlxconvError(
-                f"cfg={cfg:g}: the scale of this pipeline's classifier-free guidance is called "
-                f"guidance: pass --guidance {cfg:g} (guidance={cfg:g} in Python)"
-            )
-        else:
-            scale = guidance
-        return scale, scale > self.family.guidance.off and (against or not waits)
 
     def _encode(self, plan: Plan, clock: Phases) -> list[list[Inputs]]:
         """Each prompt's embeddings, and the negative prompt's; the encoders are released."""
@@ -290,6 +153,32 @@ class Pipeline:
     def _check_embeddings(self, made: Inputs, request: Request) -> None:
         names = {f"the prompt's embeddings, {name}": value for name, value in made.items()}
         check_finite(names, partial(self.family.encode, self.parts, request.prompt, request))
+
+    def _denoised(
+        self,
+        requests: list[Request],
+        prompts: list[Inputs],
+        plan: Plan,
+        made: Pictures,
+        clock: Phases,
+    ) -> list[mx.array]:
+        """The latents (1, ...) at the end of each picture of a prompt, `plan.options.batch` at a
+        time."""
+        generators = [Generator(request.seed) for request in requests]
+        starts, schedule = self._start(requests, prompts[0], plan.scheduler, generators)
+        size = plan.options.batch
+        batches = [slice(at, at + size) for at in range(0, len(starts), size)]
+        groups = [mx.concatenate(starts[batch]) for batch in batches]
+        with clock.phase("prepare"):
+            models = {
+                count: self._prepare(prompts, starts[0], schedule, plan, made, count)
+                for count in {len(group) for group in groups}
+            }
+        told = self._previewing(plan, requests[0], clock)
+        noises: list[Noise] = [
+            partial(_again, generators[batch], starts[0].shape) for batch in batches
+        ]
+        return self._denoise(models, groups, schedule, noises, told, clock, plan.options.loop)
 
     def _start(
         self,
@@ -347,11 +236,10 @@ class Pipeline:
         noises: list[Noise],
         callback: Callback | None,
         clock: Phases,
-        later: list[float],
         loop: LoopSettings,
     ) -> list[mx.array]:
         """The latents (1, ...) at the end of each picture; starts: a batch each, whose size says
-        which model is for it; `later`: seconds of each step but the first."""
+        which model is for it."""
         last = time.perf_counter()
 
         with clock.phase("steps", schedule.calls * len(starts)) as ended:
@@ -360,7 +248,7 @@ class Pipeline:
                 nonlocal last
                 now = time.perf_counter()
                 if "first_step" in clock.seconds:
-                    later.append(now - last)
+                    clock.later.append(now - last)
                     clock.book("steps", 0.0)  # its memory, before a preview's
                 else:
                     clock.book("first_step", now - last)
@@ -455,40 +343,14 @@ def _image(pixels: np.ndarray[Any, Any]) -> Image.Image:
     return Image.fromarray(np.round(np.nan_to_num(pixels) * 255).astype(np.uint8))
 
 
+def _seconds(clock: Phases) -> dict[str, float]:
+    """Seconds by phase: the first step and previews apart from the other steps."""
+    spent = dict(clock.seconds)
+    spent["steps"] -= spent["first_step"] + spent.get("preview", 0.0)
+    spent["step_median"] = median(clock.later or [spent["first_step"]])
+    return {**spent, "total": clock.wall}
+
+
 def _again(generators: list[Generator], shape: tuple[int, ...], call: int) -> mx.array:
     """Noise for a stochastic scheduler: the draws that follow those of the latents."""
     return mx.concatenate([generator.normal(shape) for generator in generators])
-
-
-def _check_prompts(options: Options) -> None:
-    if (options.prompt is None) == (options.embeddings is None):
-        raise ArgumentError("pass a prompt, or embeddings instead of it: one of the two")
-    if options.negative is not None and options.negative_embeddings is not None:
-        raise ArgumentError("pass negative, or negative_embeddings instead of it, not both")
-    if not isinstance(options.negative, str | None):
-        raise ArgumentError(f"negative is {options.negative!r:.80}: one string, for all prompts")
-
-
-def _check(request: Request, own: Defaults, family: Family) -> None:
-    for name in ("steps", "width", "height"):
-        if getattr(request, name) < 1:
-            raise ArgumentError(f"{name} is {getattr(request, name)}: at least 1")
-    unknown = [name for name in request.conditioning if name not in family.conditioning]
-    if unknown:
-        raise MlxconvError(
-            f"conditioning {', '.join(unknown)}: this pipeline takes "
-            f"{', '.join(family.conditioning) or 'none'}"
-        )
-    for name, numbers in request.conditioning.items():
-        if len(numbers) != 2:
-            raise MlxconvError(f"{name} is {tuple(numbers)}: two numbers, as in diffusers")
-    near = replace(request, width=_near(request.width, own), height=_near(request.height, own))
-    if near != request:
-        raise MlxconvError(
-            f"size {request.width}x{request.height}: width and height have to be divisible by "
-            f"{own.multiple}; {near.width}x{near.height} is the nearest"
-        )
-
-
-def _near(size: int, own: Defaults) -> int:
-    return max(1, round(size / own.multiple)) * own.multiple
