@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from mlxconv.runtime.bundle import read_json
+from mlxconv.runtime.dtypes import BY_CODE
 from mlxconv.runtime.exec.weights import Specs
 from mlxconv.runtime.files import format_bytes
 
@@ -178,7 +179,7 @@ def _listed(names: list[str], most: int = 4) -> str:
 
 def _stored(held: Held) -> str:
     """Precisions by the share of parameters, the largest first."""
-    names = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
+    names = {code: FLOATS[dtype.name] for code, dtype in BY_CODE.items() if dtype.name in FLOATS}
     total = max(1, sum(held.dtypes.values()))
     ordered = sorted(held.dtypes.items(), key=lambda item: -item[1])
     shares = [(names.get(dtype, dtype.lower()), count / total) for dtype, count in ordered]

@@ -10,6 +10,7 @@ from typing import Any
 from PIL import Image
 
 from mlxconv.runtime.bundle import Bundle
+from mlxconv.runtime.dtypes import SHORT_NAMES
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.generate.families import FAMILIES
 
@@ -20,7 +21,7 @@ from ..verify.record import Measured
 from .licence import Licence
 from .listing import PICTURE_FILE
 
-FLOATS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+FLOATS = {name: short for short, name in SHORT_NAMES.items()}
 
 
 @dataclass(frozen=True)
