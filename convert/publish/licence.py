@@ -94,7 +94,7 @@ def licence_of(
     """The licence to publish under.
 
     `facts` are the source card's (`copied_facts`), `folder` holds the licence texts that go along
-    (None before they are at hand). MlxconvError when the source states no licence and none is
+    (None before they are downloaded). MlxconvError when the source states no licence and none is
     given, when what is given contradicts it, or when a licence without an id has no name or text.
     """
     files = licence_files(folder) if folder else []
@@ -179,10 +179,10 @@ def _texts(folder: Path | None, files: Sequence[str]) -> list[str]:
 
 def _obligations(words: Sequence[str], texts: Sequence[str]) -> tuple[str, ...]:
     """Sentences for people; the text is asked only where the licence has no id of its own."""
-    told = [text for pattern, text in _OBLIGATIONS if any(pattern.search(w) for w in words)]
-    if not told and any(_LIMITS_COMMERCE.search(text) for text in texts):
-        told = [_COMMERCE_NOTE]
-    return tuple(told)
+    sentences = [text for pattern, text in _OBLIGATIONS if any(pattern.search(w) for w in words)]
+    if not sentences and any(_LIMITS_COMMERCE.search(text) for text in texts):
+        sentences = [_COMMERCE_NOTE]
+    return tuple(sentences)
 
 
 def _attributions(texts: Sequence[str]) -> tuple[str, ...]:

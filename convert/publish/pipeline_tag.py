@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-# In this order; the medium that a class name tells.
+# The medium by words of a class name; the first that matches counts.
 _MEDIUM_WORDS = (
     ("video", re.compile(r"Video|Vid(?=[A-Z]|$)|(?<=2)V(?=[A-Z]|$)")),
     ("audio", re.compile(r"Audio|Music|Speech")),
     ("image", re.compile(r"Image|Img|Pix|Picture")),
 )
-# The medium that an autoencoder's convolutions tell, by the rank of their weights.
+# The medium by the rank of the weights of an autoencoder's convolutions.
 _MEDIUM_RANKS = {3: "audio", 4: "image", 5: "video"}
 _OUT_OF = re.compile(r"(?:To|2)(Image|Img|Video|Vid)")
 _PICTURE_IN = re.compile(
@@ -24,7 +24,7 @@ _TEXT_IN = re.compile(r"text_encoder|tokenizer|prompt")
 def pipeline_tag(
     class_name: str | None, components: Iterable[str], ranks: Mapping[int, int]
 ) -> str | None:
-    """The tag of a pipeline class, or None where no rule tells it.
+    """The tag of a pipeline class, or None where no rule applies.
 
     `components` are the names that the pipeline's index has a class for, `ranks` counts the
     weights of its autoencoder by rank (of its denoiser, where it has none). Words of the class

@@ -218,7 +218,7 @@ def _measured(bundle: Bundle) -> Measured:
 
 
 def _ask_gated(origin: Origin, destination: Destination | None) -> Origin:
-    """Whether the source's repository is gated; not known where the Hub does not tell."""
+    """Whether the source's repository is gated; unknown where the Hub does not say."""
     if origin.repo is None or destination is None:
         return origin
     try:

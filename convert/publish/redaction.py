@@ -24,6 +24,6 @@ def without_token(text: str, token: str | None = None) -> str:
 
 
 def without_home(text: str) -> str:
-    """`text` with the home folder's path as `~`: a user's name is nobody's business."""
+    """`text` with the home folder's path as `~`: it may hold the user's name."""
     home = str(Path.home())
     return text if home == "/" else re.sub(rf"{re.escape(home)}(?=/|\s|'|\"|$)", "~", text)

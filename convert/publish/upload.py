@@ -127,8 +127,8 @@ def send(
     except MlxconvError as error:
         raise MlxconvError(f"{error}; {_committed(destination, listing)}") from error
     except KeyboardInterrupt as error:
-        told = f"interrupted; {destination.repo}: {_committed(destination, listing)}"
-        raise KeyboardInterrupt(told) from error
+        message = f"interrupted; {destination.repo}: {_committed(destination, listing)}"
+        raise KeyboardInterrupt(message) from error
     except Exception as error:
         text = explain(error, destination.repo, writing=True)
         if text is None:

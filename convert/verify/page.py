@@ -125,7 +125,7 @@ def sizes(bundle: Bundle, checkpoint: Checkpoint) -> list[dict[str, Any]]:
 
 
 def _conditions(report: ParityReport) -> dict[str, Any]:
-    """What somebody else needs for the same figures."""
+    """What is needed to get the same figures again."""
     machine = described()
     return {
         "bundle": report.bundle,
