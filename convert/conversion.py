@@ -26,13 +26,13 @@ from .source.weight_files import check_unchanged
 from .store.bundle import read_bundle_back, write_bundle
 from .store.bundle_folder import atomic_folder, check_target, settle
 from .store.jobs import bundle_bytes, check_options, prepare
-from .store.options import Job, Options, Run
+from .store.options import ConvertOptions, Job, Run
 from .store.resume import fingerprint, unfinished_folder, unfinished_path
 from .store.summary import summary
 from .store.writer import Saved
 
 
-@spelled_out(Options)
+@spelled_out(ConvertOptions)
 def convert(
     source: str | Path,
     out: str | Path = "mlx_model",
@@ -58,7 +58,7 @@ def convert(
     traces no program. progress: say on stderr what is done. command: recorded in the bundle.
     """
     started = time.perf_counter()
-    chosen, target = Options(**_plain(q, set, options)), Path(out)
+    chosen, target = ConvertOptions(**_plain(q, set, options)), Path(out)
     use_cache = unpatched()  # before torch is imported
     check_options(chosen)
     _check_early(chosen, source, target)
@@ -82,7 +82,7 @@ def convert(
         return summary(run, jobs, str(out), started, about)
 
 
-def _check_early(options: Options, source: str | Path, out: Path) -> None:
+def _check_early(options: ConvertOptions, source: str | Path, out: Path) -> None:
     """What an earlier conversion left is settled, and a bundle in the way refused."""
     if not options.dry_run:
         settle(out)
@@ -90,7 +90,9 @@ def _check_early(options: Options, source: str | Path, out: Path) -> None:
             check_target(out, options.force)  # before the Hub is asked anything
 
 
-def _asked(options: Options, recipe: Recipe | None, source: str | Path, progress: bool) -> Asked:
+def _asked(
+    options: ConvertOptions, recipe: Recipe | None, source: str | Path, progress: bool
+) -> Asked:
     return Asked(
         options.variant,
         options.model_class or _recipe_class(recipe, source),
@@ -115,7 +117,7 @@ def _plain(
     settings: Mapping[str, str | int] | Iterable[tuple[str, str]],
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """The fields of `Options`, of what is natural to write in Python."""
+    """The fields of `ConvertOptions`, of what is natural to write in Python."""
     pairs = settings.items() if isinstance(settings, Mapping) else settings
     try:
         chosen = tuple((pattern, _bits(bits)) for pattern, bits in pairs)

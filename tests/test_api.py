@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import mlxconv
-from mlxconv.convert.store.options import Options
+from mlxconv.convert.store.options import ConvertOptions
 from mlxconv.runtime.bundle import LoadedComponent
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.exec.executor import Executor
@@ -38,7 +38,7 @@ def test_signatures_have_names_types_and_defaults(name: str) -> None:
 def test_the_signature_of_convert_has_every_option() -> None:
     found = inspect.signature(mlxconv.convert).parameters
     assert list(found)[:3] == ["source", "out", "q"]
-    assert found.keys() >= set(inspect.signature(Options).parameters)
+    assert found.keys() >= set(inspect.signature(ConvertOptions).parameters)
     assert (found["q"].default, found["method"].default) == ("bf16", "refit")
 
 

@@ -26,7 +26,7 @@ PRECISIONS = ("fp32", "bf16", "8bit", "4bit")
 
 
 @dataclass(frozen=True)
-class Measured:
+class ClassFigures:
     """One configuration of a class at one precision, on the tiny config of its recipe.
 
     `rel_l2`: worst forward error over the entries, against diffusers in fp32. `limit`: what the
@@ -87,7 +87,7 @@ def measure(
     precisions: Sequence[str] = PRECISIONS,
     folder: Path | None = None,
     file: str | None = None,
-) -> Iterator[Measured]:
+) -> Iterator[ClassFigures]:
     """Convert the recipe's tiny checkpoint to each precision and verify it; file: the recipe's own,
     where it is not a shipped one.
 
@@ -128,11 +128,11 @@ def _measured(
     quantized: int,
     passed: bool,
     problem: str,
-) -> Measured:
+) -> ClassFigures:
     own = [row for row in rows if "runtime" not in row.name and NOISE not in row.name]
     runtime = [row.rel_l2 for row in rows if "runtime" in row.name]
     worst = max(own, key=lambda row: row.rel_l2 / (row.threshold or 1))
-    return Measured(
+    return ClassFigures(
         recipe.class_name,
         variant or "",
         q,
@@ -146,7 +146,9 @@ def _measured(
     )
 
 
-def write_figures(path: Path, measured: Sequence[Measured], versions: Mapping[str, str]) -> None:
+def write_figures(
+    path: Path, measured: Sequence[ClassFigures], versions: Mapping[str, str]
+) -> None:
     """Figures as JSON, rounded to the digits that mean something, beside those of others."""
     rows = [
         {k: float(f"{v:.2e}") if isinstance(v, float) else v for k, v in asdict(m).items()}

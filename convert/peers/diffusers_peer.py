@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from mlxconv.runtime.bench.examples import Example
-from mlxconv.runtime.bench.worker import Job, example_of
+from mlxconv.runtime.bench.worker import Repetition, example_of
 from mlxconv.runtime.bundle import load_component
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.machine import peak_rss_bytes
@@ -33,7 +33,7 @@ _WIDE = {torch.int32: torch.int64}
 
 def run(data: dict[str, Any]) -> dict[str, Any]:
     """Load the checkpoint as diffusers loads it, a first step, then the timed ones."""
-    job = Job.of(data)
+    job = Repetition.of(data)
     component = load_component(job.bundle, job.component, dtype=job.dtype)
     example = example_of(job, component)
     method = (

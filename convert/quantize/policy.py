@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from mlxconv.runtime.dtypes import BY_NAME, SHORT_NAMES
 from mlxconv.runtime.errors import ArgumentError, MlxconvError
 from mlxconv.runtime.exec.weights import Quantization
+from mlxconv.runtime.program.program import Parameter
 
 from ..source.floats import KINDS
 from .affine import AFFINE_BITS, METHODS, quantize_affine
@@ -133,25 +134,6 @@ def layout(shape: Sequence[int], precision: Precision) -> dict[str, tuple[tuple[
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """One program parameter as convert sees it.
-
-    shape: torch layout. dtype: "compute" (follows the policy), or a fixed one ("float32", "int32").
-    kind: "linear", "embedding", "conv" or "other".
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str = "compute"
-    kind: str = "other"
-
-    @property
-    def module(self) -> str:
-        """The parameter's name without a final `.weight`: what patterns are matched against."""
-        return self.name.removesuffix(".weight")
-
-
-@dataclass(frozen=True)
 class Decision:
     """How a parameter is stored. `why` is None when it got what was asked, else a short reason."""
 
@@ -174,24 +156,21 @@ class Policy:
     modulation: Sequence[str] = ()
     overrides: Sequence[tuple[str, Precision]] = ()
 
-    def decide(self, parameter: Parameter) -> Decision:
+    def decide(self, name: str, parameter: Parameter) -> Decision:
         if parameter.dtype != "compute":
-            return self._fixed(parameter)
-        asked, why = self._asked(parameter)
+            same = parameter.dtype == self.default.dtype
+            why = None if same else f"the model keeps it in {parameter.dtype}"
+            return Decision(name, Precision(parameter.dtype), why)
+        asked, why = self._asked(name.removesuffix(".weight"))
         if not asked.quantized:
-            return Decision(parameter.name, asked, why)
+            return Decision(name, asked, why)
         if parameter.kind != "linear" or len(parameter.shape) != 2:
-            return Decision(parameter.name, Precision(asked.dtype), "not a linear weight")
+            return Decision(name, Precision(asked.dtype), "not a linear weight")
         fitted, unfit = fit_group(asked, parameter.shape[-1])
-        return Decision(parameter.name, fitted, "; ".join(filter(None, (why, unfit))) or None)
+        return Decision(name, fitted, "; ".join(filter(None, (why, unfit))) or None)
 
-    def _fixed(self, parameter: Parameter) -> Decision:
-        same = parameter.dtype == self.default.dtype
-        why = None if same else f"the model keeps it in {parameter.dtype}"
-        return Decision(parameter.name, Precision(parameter.dtype), why)
-
-    def _asked(self, parameter: Parameter) -> tuple[Precision, str | None]:
-        module, kept = parameter.module, Precision(self.default.dtype)
+    def _asked(self, module: str) -> tuple[Precision, str | None]:
+        kept = Precision(self.default.dtype)
         for pattern, precision in self.overrides:
             if matches(pattern, module):
                 return precision, None

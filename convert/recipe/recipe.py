@@ -53,7 +53,7 @@ class Dim:
 
 
 @dataclass(frozen=True)
-class Input:
+class RecipeInput:
     """One tensor (or list of tensors) that a program takes, and how to make a plausible one.
 
     A dot in ``name`` puts it into a dictionary, or at a place of a list where a number follows:
@@ -96,7 +96,7 @@ class ProgramRecipe:
 
     name: str
     method: str
-    inputs: Mapping[str, Input]
+    inputs: Mapping[str, RecipeInput]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     when: Expression | bool = True
     truths: tuple[bool, ...] = ()  # of the conditions on tensors' values, in their order
@@ -116,7 +116,7 @@ class ProgramRecipe:
 
 
 @dataclass(frozen=True)
-class Precision:
+class PrecisionRules:
     """Anchored globs on module names: kept at the compute dtype; adaLN, 8 bit at the least."""
 
     keep: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ class Recipe:
     pipelines: tuple[str, ...]
     dims: Mapping[str, Dim]
     programs: Mapping[str, ProgramRecipe]
-    precision: Precision
+    precision: PrecisionRules
     tiny: Mapping[str, Any]
     tiny_variants: Mapping[str, Mapping[str, Any]]
     sizes: Mapping[str, Expression]
@@ -307,7 +307,7 @@ def _read(data: dict[str, Any], source: str) -> Recipe:
         pipelines=read.listed(data.get("pipelines", []), "pipelines", str, "pipeline names"),
         dims=dims,
         programs={name: _program(read, name, program, names) for name, program in programs.items()},
-        precision=Precision(
+        precision=PrecisionRules(
             **{k: read.listed(v, f"precision.{k}", str, "patterns") for k, v in precision.items()}
         ),
         tiny=tiny,
@@ -361,7 +361,7 @@ def _program(read: _Reader, name: str, data: Any, names: set[str] | None) -> Pro
     )
 
 
-def _input(read: _Reader, name: str, data: Any, key: str, names: set[str] | None) -> Input:
+def _input(read: _Reader, name: str, data: Any, key: str, names: set[str] | None) -> RecipeInput:
     read.table(data, key, _INPUT)
     if "shape" not in data:
         raise read.fail(f"{key}.shape", "missing")
@@ -371,7 +371,7 @@ def _input(read: _Reader, name: str, data: Any, key: str, names: set[str] | None
     if data.get("known") and type(value) is not int:
         raise read.fail(f"{key}.known", "needs a value, one integer")
     integers = data.get("integers")
-    return Input(
+    return RecipeInput(
         name,
         shape=tuple(
             read.expression(size, f"{key}.shape", names)
@@ -521,7 +521,7 @@ def argument_value(value: Any, names: Mapping[str, Any]) -> Any:
 
 
 def _example(
-    spec: Input, names: Mapping[str, Any], generator: torch.Generator, compute: torch.dtype
+    spec: RecipeInput, names: Mapping[str, Any], generator: torch.Generator, compute: torch.dtype
 ) -> torch.Tensor:
     import torch
 
@@ -530,7 +530,7 @@ def _example(
     return _values(spec, shape, generator).to(kind[spec.dtype])
 
 
-def _values(spec: Input, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+def _values(spec: RecipeInput, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     import torch
 
     if spec.value:

@@ -23,8 +23,8 @@ __all__ = [
     "KeyMatch",
     "StoredTensor",
     "component_class",
+    "full_config",
     "match_keys",
-    "merged_config",
     "open_checkpoint",
     "open_component",
     "tied_weights",
@@ -150,7 +150,7 @@ def component_class(component: Component) -> type:
     return find_class(component.library, component.class_name, component.path)
 
 
-def merged_config(component: Component) -> dict[str, Any]:
+def full_config(component: Component) -> dict[str, Any]:
     """config.json made self-contained: constructor defaults filled in, unknown keys dropped.
 
     JSON-serialisable. For diffusers classes with `_class_name` and `_diffusers_version`.

@@ -36,7 +36,7 @@ _SCALE_SIBLINGS = ("scale_weight", "weight_scale", "weight_scale_inv", "scale", 
 Stamp = tuple[int, int]  # bytes, and nanoseconds of the last change
 
 
-class Weights(NamedTuple):
+class ChosenWeights(NamedTuple):
     """The weight files that were chosen and the tensors in them, by name in sorted order.
 
     `stamps`: size and time of each file from before its header was read, see `check_unchanged`.
@@ -80,7 +80,7 @@ def has_weights(names: Iterable[str]) -> bool:
     return bool(_file_sets(names))
 
 
-def read_weights(folder: Path, library: str, variant: str | None, fallback: bool) -> Weights:
+def read_weights(folder: Path, library: str, variant: str | None, fallback: bool) -> ChosenWeights:
     """Choose the weight files of a folder, see `choose_files`, and read their headers."""
     chosen = choose_files(folder, file_names(folder), library, variant, fallback)
     files = [folder / name for name in chosen.files]
@@ -89,7 +89,7 @@ def read_weights(folder: Path, library: str, variant: str | None, fallback: bool
     if chosen.index_file and chosen.weight_map:
         _check_index(chosen.index_file, chosen.weight_map, tensors)
     _refuse_scaled_fp8(folder, tensors)
-    return Weights(chosen.variant, files, dict(sorted(tensors.items())), stamps)
+    return ChosenWeights(chosen.variant, files, dict(sorted(tensors.items())), stamps)
 
 
 def _stamp(file: Path) -> Stamp:

@@ -21,7 +21,7 @@ from mlxconv.runtime.exec.binding import at
 from mlxconv.runtime.exec.sizes import solved
 from mlxconv.runtime.program.expressions import Expression, evaluate, names_in
 
-from ..recipe.recipe import Dim, DType, Input, ProgramRecipe, Recipe
+from ..recipe.recipe import Dim, DType, ProgramRecipe, Recipe, RecipeInput
 
 _HALVINGS = 6  # of a picture, from the latents to the smallest level of a UNet
 
@@ -97,7 +97,7 @@ class _Reading:
                     del pairs[known:], self.terms[items:]
         self.dims |= {n: s for n, s in solved(pairs, self.config).items() if n in self.recipe.dims}
 
-    def _known(self) -> Iterator[tuple[Input, torch.Tensor]]:
+    def _known(self) -> Iterator[tuple[RecipeInput, torch.Tensor]]:
         """The recipe's inputs with the call's tensors, where they have as many axes."""
         for spec in self.base.inputs.values():
             value = at(self.given, spec.name, None)
@@ -230,11 +230,11 @@ def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _fixed(path: str, tensor: torch.Tensor) -> Input:
+def _fixed(path: str, tensor: torch.Tensor) -> RecipeInput:
     """An input of one shape, of which nothing is known."""
     dtype = _dtype(tensor)
     integers = (0, 2) if dtype == "int64" else None
-    return Input(path, tuple(tensor.shape), dtype, integers=integers)
+    return RecipeInput(path, tuple(tensor.shape), dtype, integers=integers)
 
 
 def _dtype(tensor: torch.Tensor) -> DType:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from mlxconv.runtime.errors import MlxconvError
 
 from ..quantize.policy import Decision, Precision, matches
-from .options import Job, Options, is_vae
+from .options import ConvertOptions, Job, is_vae
 
 
-def check_effects(options: Options, jobs: Mapping[str, Job]) -> None:
+def check_effects(options: ConvertOptions, jobs: Mapping[str, Job]) -> None:
     """Raise MlxconvError for an option that decides nothing of any component's plan."""
     decisions = [decision for job in jobs.values() for decision in job.plan.decisions.values()]
     made = [decision.precision for decision in decisions]

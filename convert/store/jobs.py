@@ -28,15 +28,15 @@ from ..source.checkpoint import (
     Component,
     KeyMatch,
     component_class,
+    full_config,
     match_keys,
-    merged_config,
     tied_weights,
 )
 from ..source.class_config import unknown_keys
 from ..source.model_class import named_config
 from .bundle_files import refuse_nested
 from .effects import check_effects
-from .options import Job, Options, Run, is_vae
+from .options import ConvertOptions, Job, Run, is_vae
 from .plan import make_plan
 from .unread import refuse_unread, unread_tensors, with_unused
 
@@ -60,7 +60,7 @@ def prepare(run: Run) -> dict[str, Job]:
     return jobs
 
 
-def check_options(options: Options) -> None:
+def check_options(options: ConvertOptions) -> None:
     """Mistakes in the options, before the source is opened."""
     if options.q.endswith(".toml"):
         load_policy_file(Path(options.q))
@@ -203,7 +203,7 @@ def _analyse(run: Run, component: Component, recipe: Recipe | None) -> Analysis:
     _note_ignored(run, component)
     if run.options.weights_only:
         return _of_class(component, "weights only")
-    config, cls = merged_config(component), component_class(component)
+    config, cls = full_config(component), component_class(component)
     derived, note = "", ""
     if recipe is None:
         recipe, derived, note = _derived(run, component, cls, config)
@@ -244,13 +244,13 @@ def _derived(
 
 def _of_class(component: Component, note: str) -> Analysis:
     """Without a program, a tensor's kind is that of the module that owns it."""
-    config = merged_config(component)
+    config = full_config(component)
     cls = component_class(component)
     module, parameters = module_parameters(cls, component.library, component.path, config)
     return Analysis(config, None, parameters, tied_weights(module), note=note)
 
 
-def _untraced(options: Options) -> bool:
+def _untraced(options: ConvertOptions) -> bool:
     """Whether nothing is traced, though a conversion with these options would."""
     return options.dry_run and not (options.trace or options.weights_only)
 
@@ -261,7 +261,7 @@ def _stored_names(parameters: dict[str, Parameter], match: KeyMatch) -> dict[str
 
 
 def _policy(
-    options: Options, checkpoint: Checkpoint, component: Component, recipe: Recipe | None
+    options: ConvertOptions, checkpoint: Checkpoint, component: Component, recipe: Recipe | None
 ) -> Policy:
     text = _q_for(options, checkpoint, component)
     file = _policy_file(options, text)
@@ -274,14 +274,14 @@ def _policy(
     )
 
 
-def _policy_file(options: Options, text: str) -> PolicyFile:
+def _policy_file(options: ConvertOptions, text: str) -> PolicyFile:
     """The policy of `--q`: a file's, or the one precision."""
     if text.endswith(".toml"):
         return load_policy_file(Path(text))
     return PolicyFile(parse_precision(text, options.group_size if text == options.q else None))
 
 
-def _override(options: Options, pattern: str, bits: str) -> tuple[str, Precision]:
+def _override(options: ConvertOptions, pattern: str, bits: str) -> tuple[str, Precision]:
     """One `--set`; `--group-size` holds for it too where the precision leaves a choice."""
     precision = parse_precision(_bits(bits))
     if precision.mode == "affine" and options.group_size is not None:
@@ -289,7 +289,7 @@ def _override(options: Options, pattern: str, bits: str) -> tuple[str, Precision
     return pattern, precision
 
 
-def _q_for(options: Options, checkpoint: Checkpoint, component: Component) -> str:
+def _q_for(options: ConvertOptions, checkpoint: Checkpoint, component: Component) -> str:
     """`--q` is for the denoiser, and for a component given alone; others follow floats only."""
     alone = len(checkpoint.components) == 1 or tuple(options.components) == (component.name,)
     special = None
@@ -306,7 +306,7 @@ def _q_for(options: Options, checkpoint: Checkpoint, component: Component) -> st
     return options.q if is_float and explicit is None else special
 
 
-def _patterns(options: Options) -> list[str]:
+def _patterns(options: ConvertOptions) -> list[str]:
     """All that a user gave that must match some module."""
     patterns = [*options.keep, *(pattern for pattern, _ in options.set)]
     if options.q.endswith(".toml"):
@@ -372,7 +372,7 @@ def _fit(run: Run, jobs: dict[str, Job], gigabytes: float) -> dict[str, Job]:
     )
 
 
-def _planned(options: Options, checkpoint: Checkpoint, job: Job) -> Job:
+def _planned(options: ConvertOptions, checkpoint: Checkpoint, job: Job) -> Job:
     policy = _policy(options, checkpoint, job.component, job.recipe)
     plan = make_plan(job.component, job.parameters, job.found, policy, options.method)
     return replace(job, policy=policy, plan=plan)

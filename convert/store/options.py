@@ -13,11 +13,11 @@ from ..lower.compile import Compiled, Size
 from ..quantize.policy import Policy
 from ..recipe.recipe import Recipe
 from ..source.checkpoint import Checkpoint, Component, KeyMatch
-from .plan import Plan
+from .plan import WeightPlan
 
 
 @dataclass(frozen=True)
-class Options:
+class ConvertOptions:
     """The arguments of `convert`; the CLI's options have the same names."""
 
     q: str = "bf16"
@@ -55,7 +55,7 @@ class Job:
     parameters: dict[str, Parameter]
     found: dict[str, str]
     policy: Policy
-    plan: Plan
+    plan: WeightPlan
     note: str = ""
     derived: str = ""  # the recipe's text, where it was derived
 
@@ -65,7 +65,7 @@ class Run:
     """A conversion: its options, and what it learned on the way."""
 
     checkpoint: Checkpoint
-    options: Options
+    options: ConvertOptions
     recipe: Recipe | None
     warnings: list[str] = field(default_factory=list)
     say: Callable[[str], None] = lambda text: None

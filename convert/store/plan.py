@@ -21,7 +21,6 @@ from ..quantize.policy import (
     quantize,
     quantize_stream,
 )
-from ..quantize.policy import Parameter as PolicyParameter
 from ..source.checkpoint import Component, StoredTensor
 from ..source.floats import KINDS, cast, count_not_finite
 from ..source.weight_files import scale_beside
@@ -36,7 +35,7 @@ _CHUNK = 1 << 20
 
 
 @dataclass
-class Plan:
+class WeightPlan:
     """What a component's weight files will hold.
 
     not_finite: fills while they are written, with how many values of a parameter are NaN or
@@ -59,14 +58,14 @@ def make_plan(
     found: Mapping[str, str],
     policy: Policy,
     method: str,
-) -> Plan:
+) -> WeightPlan:
     """Decide every parameter; nothing is read but samples that guard nvfp4.
 
     `found` maps a parameter's name to the name it is stored under. A tied tensor is written once,
     under each name that a program reads. Groups are in the order of their source files: each file
     is read once, and then no more.
     """
-    plan = Plan([], {})
+    plan = WeightPlan([], {})
     for name, parameter in parameters.items():
         stored = component.tensors[found[name]]
         _check_kind(name, parameter, stored, component.tensors)
@@ -106,7 +105,7 @@ def _check_kind(
 
 def _decide(name: str, parameter: Parameter, stored: StoredTensor, policy: Policy) -> Decision:
     dtype = _INTEGERS.get(parameter.dtype, parameter.dtype)
-    decision = policy.decide(PolicyParameter(name, parameter.shape, dtype, parameter.kind))
+    decision = policy.decide(name, replace(parameter, dtype=dtype))
     if decision.precision.mode == "nvfp4":
         precision, why = guard_flush(_sample(stored), decision.precision)
         decision = replace(decision, precision=precision, why=why or decision.why)

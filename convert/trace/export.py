@@ -34,9 +34,9 @@ from mlxconv.runtime.program.expressions import axes_in
 
 from ..recipe.recipe import (
     Expression,
-    Input,
     ProgramRecipe,
     Recipe,
+    RecipeInput,
     evaluate,
     example_inputs,
     names_in,
@@ -205,7 +205,7 @@ class _Job:
         free = [name for name, dim in self.recipe.dims.items() if not dim.fixed]
         return multiple(expression, free, {**self.config, **self.dims})
 
-    def assumed(self, spec: Input) -> int | dict[str, int] | None:
+    def assumed(self, spec: RecipeInput) -> int | dict[str, int] | None:
         """What the trace takes for granted of an input's elements."""
         if spec.known:
             return int(spec.value[0])

@@ -9,7 +9,7 @@ from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program.program import Program
 
 from ..recipe.recipe import Recipe, evaluate, names_in
-from ..source.checkpoint import merged_config
+from ..source.checkpoint import full_config
 from .forward import Case, EntryRun, fits
 
 WORKING_SIZE = (1024, 1024)  # pixels at which people work
@@ -42,7 +42,7 @@ def sizes_of(case: Case, recipe: Recipe, program: Program) -> dict[str, dict[str
 
 def not_covered(case: Case, recipe: Recipe, sizes: Mapping[str, Mapping[str, int]]) -> str:
     """One sentence if an entry ran on fewer pixels than people work with, else nothing."""
-    config = merged_config(case.component)
+    config = full_config(case.component)
     size = _working_size(recipe, config)
     wanted = pixel_dims(recipe, config, size)
     wanted.pop("batch", None)

@@ -16,7 +16,7 @@ from mlxconv.runtime.bundle import LoadedComponent, load_component
 from mlxconv.runtime.program.program import Entry, Program
 
 from ..recipe.recipe import Recipe, example_inputs
-from ..source.checkpoint import Component, merged_config
+from ..source.checkpoint import Component, full_config
 from .metrics import QUANTIZATION_ERROR, Array, Row, Sums, compare, make_row, to_numpy
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class EntryRun:
 
     def __init__(self, case: Case, recipe: Recipe, program: Program, entry: Entry) -> None:
         self.case, self.recipe, self.program, self.entry = case, recipe, program, entry
-        self.config = merged_config(case.component)
+        self.config = full_config(case.component)
         self.dims = self._dims()
         called = (str(n.args["prefix"]) for n in entry.nodes if n.op == "call")
         self.blocks = list(dict.fromkeys(called))  # a decoder is called once per chunk

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from mlxconv.runtime.errors import MlxconvError
 
 from ..source.arrays import Array, mlx_to_torch, torch_to_numpy
-from ..source.checkpoint import Component, component_class, match_keys, merged_config, tied_weights
+from ..source.checkpoint import Component, component_class, full_config, match_keys, tied_weights
 from ..source.model_class import constructing, in_one_line, named_config
 from ..trace.patches.posteriors import register_posteriors
 
@@ -74,7 +74,7 @@ def load_reference(component: Component, dtype: torch.dtype, *, stream: bool = F
 
 def _plain_module(cls: type, component: Component) -> nn.Module:
     """A module that is neither diffusers' nor transformers', with the checkpoint's tensors."""
-    config = {k: v for k, v in merged_config(component).items() if not k.startswith("_")}
+    config = {k: v for k, v in full_config(component).items() if not k.startswith("_")}
     with named_config(component.path), constructing(cls):
         module: nn.Module = cls(**config)
     tensors = _Tensors(component, module)
@@ -171,7 +171,7 @@ def _streamed(
     from ..source.fake_module import build_module
 
     cls = component_class(component)
-    module, _ = build_module(cls, merged_config(component), dtype=dtype)
+    module, _ = build_module(cls, full_config(component), dtype=dtype)
     tensors = _Tensors(component, module)
     for path, child in module.named_modules():
         _stream_child(child, path, tensors.__getitem__)

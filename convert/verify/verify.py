@@ -25,7 +25,7 @@ from mlxconv.runtime.program.program import PROGRAM_FILE, Parameter, load_progra
 from ..inspection import inspect
 from ..lower.compile import module_parameters
 from ..recipe.recipe import Recipe, bundle_recipe, load_recipe_file
-from ..source.checkpoint import Checkpoint, Component, component_class, merged_config
+from ..source.checkpoint import Checkpoint, Component, component_class, full_config
 from ..source.hub import Asked, is_recorded_source, opened, recorded_source, shown_name
 from ..source.model_class import named_config, recorded_class
 from ..source.source_card import origin_of
@@ -331,7 +331,7 @@ def _at_size(cases: Sequence[Case], size: tuple[int, int]) -> list[Case]:
     """The cases at the sizes that these pixels give; those of `--dim` go before."""
     found = []
     for case in cases:
-        config = merged_config(case.component)
+        config = full_config(case.component)
         pixels = {} if case.recipe is None else pixel_dims(case.recipe, config, size)
         found.append(replace(case, dims={**pixels, **case.dims}))
     if all(case.dims == at.dims for case, at in zip(cases, found)):
@@ -373,7 +373,7 @@ def _verify_component(
 def _module_parameters(case: Case) -> dict[str, Parameter]:
     """What a bundle without a program holds; which tensors are convolutions, the module knows."""
     component = case.component
-    cls, config = component_class(component), merged_config(component)
+    cls, config = component_class(component), full_config(component)
     _, found = module_parameters(cls, component.library, component.path, config)
     held = weight_map(case.folder)
     return {name: p for name, p in found.items() if name in held}

@@ -23,8 +23,8 @@ from ..source.checkpoint import (
     KeyMatch,
     StoredTensor,
     component_class,
+    full_config,
     match_keys,
-    merged_config,
     tied_weights,
 )
 from ..source.floats import KINDS
@@ -156,7 +156,7 @@ def _match_tied(wanted: Mapping[str, tuple[int, ...]], component: Component) -> 
     """The checkpoint may store a tensor under another of its names."""
     from ..source.fake_module import build_module
 
-    module, _ = build_module(component_class(component), merged_config(component))
+    module, _ = build_module(component_class(component), full_config(component))
     return match_keys(wanted, component.tensors, tied_weights(module))
 
 

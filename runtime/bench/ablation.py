@@ -28,7 +28,7 @@ from .bench import (
     with_component,
 )
 from .unfusing import table_inputs, uses
-from .worker import Job
+from .worker import Repetition
 
 Say = Callable[[str], None]
 Run = dict[str, Any]
@@ -36,7 +36,7 @@ _BETWEEN = 4  # rows from one run of the defaults to the next
 
 
 @dataclass(frozen=True)
-class Row:
+class Change:
     """A question, the way it is answered by default, and another; `change` is to the job."""
 
     question: str
@@ -46,36 +46,36 @@ class Row:
 
 
 ROWS = (
-    Row("evaluate", "each step", "every 5 steps", {"evaluate_every": 5}),
-    Row("evaluate", "each step", "at the end", {"evaluate_every": 0}),
-    Row("clear cache", "never", "each step", {"clear_cache_every": 1}),
-    Row("clear cache", "never", "every 10 steps", {"clear_cache_every": 10}),
-    Row("scalars", "rows of one table, compiled", "Python numbers", {"scalars": "numbers"}),
-    Row("scalars", "rows of one table, compiled", "arrays made inside", {"scalars": "inside"}),
-    Row("scalars", "rows of one table, compiled", "arrays made outside", {"scalars": "outside"}),
-    Row("compile", "whole step", "blocks", {"compile": "block"}),
-    Row("compile", "whole step", "elementwise", {"compile": "off", "change": "elementwise"}),
-    Row("compile", "whole step", "off", {"compile": "off"}),
-    Row("attention", "mx.fast", "manual", {"change": "attention"}),
-    Row("RMSNorm", "mx.fast", "manual", {"change": "rms_norm"}),
-    Row("modulated norm", "mx.fast.layer_norm", "manual", {"change": "modulated_norm"}),
-    Row("rotary", "in pairs", "as diffusers writes it", {"change": "rotary"}),
-    Row("q, k, v", "one product", "separate", {"change": "linears"}),
-    Row("rotary tables", "before the loop", "at each step", {"fold": False}),
-    Row("stages", "staged", "whole entry each step", {"staged": False}),
-    Row("guidance", "none", "both in one batch", {"guidance": "batched"}),
-    Row("guidance", "none", "one after the other", {"guidance": "sequential"}),
+    Change("evaluate", "each step", "every 5 steps", {"evaluate_every": 5}),
+    Change("evaluate", "each step", "at the end", {"evaluate_every": 0}),
+    Change("clear cache", "never", "each step", {"clear_cache_every": 1}),
+    Change("clear cache", "never", "every 10 steps", {"clear_cache_every": 10}),
+    Change("scalars", "rows of one table, compiled", "Python numbers", {"scalars": "numbers"}),
+    Change("scalars", "rows of one table, compiled", "arrays made inside", {"scalars": "inside"}),
+    Change("scalars", "rows of one table, compiled", "arrays made outside", {"scalars": "outside"}),
+    Change("compile", "whole step", "blocks", {"compile": "block"}),
+    Change("compile", "whole step", "elementwise", {"compile": "off", "change": "elementwise"}),
+    Change("compile", "whole step", "off", {"compile": "off"}),
+    Change("attention", "mx.fast", "manual", {"change": "attention"}),
+    Change("RMSNorm", "mx.fast", "manual", {"change": "rms_norm"}),
+    Change("modulated norm", "mx.fast.layer_norm", "manual", {"change": "modulated_norm"}),
+    Change("rotary", "in pairs", "as diffusers writes it", {"change": "rotary"}),
+    Change("q, k, v", "one product", "separate", {"change": "linears"}),
+    Change("rotary tables", "before the loop", "at each step", {"fold": False}),
+    Change("stages", "staged", "whole entry each step", {"staged": False}),
+    Change("guidance", "none", "both in one batch", {"guidance": "batched"}),
+    Change("guidance", "none", "one after the other", {"guidance": "sequential"}),
 )
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredChange:
     """A row's figures; `ratio` of its step to that of the defaults.
 
     `rel_l2`: of the latents after the last step; None where they are not of one shape.
     """
 
-    row: Row
+    row: Change
     figures: Figures
     ratio: float
     cpu_ratio: float
@@ -94,7 +94,7 @@ class AblationReport:
     settings: Settings
     about: dict[str, Any]
     base: Figures
-    rows: list[Measured]
+    rows: list[MeasuredChange]
     left_out: dict[str, str]
 
     def as_json(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class AblationReport:
         return "\n".join(lines)
 
 
-def _measured_line(m: Measured) -> str:
+def _measured_line(m: MeasuredChange) -> str:
     difference = "-" if m.rel_l2 is None else f"{m.rel_l2:.0e}" if m.rel_l2 else "0"
     ratios = f"{m.ratio:.2f}", f"{m.cpu_ratio:.2f}"
     return _line(m.row.question, m.row.default, m.row.variant, m.figures, *ratios, difference)
@@ -153,7 +153,7 @@ def ablate(settings: Settings, say: Say = lambda text: None) -> AblationReport:
         differences = [_difference(Path(folder), i, row) for i, row in enumerate(rows)]
     base = figures([run for one in rounds for run in one.defaults])
     measured = [
-        Measured(
+        MeasuredChange(
             row,
             figures([one.rows[i] for one in rounds]),
             _ratio(rounds, i, "loop"),
@@ -165,7 +165,7 @@ def ablate(settings: Settings, say: Say = lambda text: None) -> AblationReport:
     return AblationReport(settings, about, base, measured, left_out)
 
 
-def _applicable(program: Program, settings: Settings) -> tuple[list[Row], dict[str, str]]:
+def _applicable(program: Program, settings: Settings) -> tuple[list[Change], dict[str, str]]:
     """The rows to measure, and why others are not."""
     left_out: dict[str, str] = {}
     rows = []
@@ -178,7 +178,7 @@ def _applicable(program: Program, settings: Settings) -> tuple[list[Row], dict[s
     return rows, left_out
 
 
-def _unfit(program: Program, row: Row, settings: Settings) -> str | None:
+def _unfit(program: Program, row: Change, settings: Settings) -> str | None:
     change = row.change.get("change")
     if change is not None and not uses(program, change):
         return f"no {change} in this program"
@@ -213,9 +213,9 @@ class _Round:
 @dataclass(frozen=True)
 class _Runner:
     settings: Settings
-    job: Job
+    job: Repetition
     dims: Mapping[str, int]
-    rows: list[Row]
+    rows: list[Change]
     folder: Path
     say: Say
 
@@ -241,7 +241,7 @@ def _ratio(rounds: list[_Round], row: int, key: str) -> float:
     return statistics.median(one.ratio(row, key) for one in rounds)
 
 
-def _difference(folder: Path, number: int, row: Row) -> float | None:
+def _difference(folder: Path, number: int, row: Change) -> float | None:
     """Relative L2 distance of a row's last latents to those of the defaults, of as many samples."""
     base, mine = (
         np.load(folder / f"{name}.npy").astype(np.float64) for name in ("defaults", number)

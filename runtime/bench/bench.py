@@ -21,7 +21,7 @@ from ..errors import ArgumentError, MlxconvError
 from ..exec.executor import COMPILE_MODES
 from ..machine import described, environment
 from .examples import Sizes, entry_at
-from .worker import GUIDANCE, Job
+from .worker import GUIDANCE, Repetition
 
 DENOISERS = ("transformer", "unet", "prior", "decoder")
 AGAINST = ("none", "diffusers", "diffusers-compiled", "mflux")
@@ -65,9 +65,9 @@ class Settings:
         if self.mflux_python is not None and self.against != "mflux":
             raise ArgumentError("--mflux-python has no effect without --against mflux")
 
-    def job(self) -> Job:
+    def job(self) -> Repetition:
         """One repetition of it."""
-        return Job(
+        return Repetition(
             str(self.bundle),
             self.component,
             self.steps,

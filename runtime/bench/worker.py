@@ -34,7 +34,7 @@ GUIDANCE = ("none", "batched", "sequential")
 
 
 @dataclass(frozen=True)
-class Job:
+class Repetition:
     """What to run. `scalars`: how the loop's coefficients are passed; "table" is the product's.
 
     `change`: a name of `unfusing.CHANGES`; `fold`: rotary tables outside of the loop.
@@ -61,7 +61,7 @@ class Job:
     inputs: str | None = None
 
     @classmethod
-    def of(cls, data: dict[str, Any]) -> "Job":
+    def of(cls, data: dict[str, Any]) -> "Repetition":
         """A job of its JSON form."""
         pixels = data.get("pixels")
         known = {f.name for f in fields(cls)}
@@ -73,7 +73,7 @@ class Job:
         return Sizes(self.pixels, self.dims, batch)
 
 
-def run(job: Job) -> dict[str, Any]:
+def run(job: Repetition) -> dict[str, Any]:
     """Load, prepare, a first step, then the timed loop; afterwards what a step computes."""
     began = time.perf_counter()
     component = load(job)
@@ -95,7 +95,7 @@ def run(job: Job) -> dict[str, Any]:
     return {**figures, **(_arithmetic(job, component, example) if job.gemm else {})}
 
 
-def _first(job: Job, model: Model, latents: mx.array) -> dict[str, Any]:
+def _first(job: Repetition, model: Model, latents: mx.array) -> dict[str, Any]:
     """The first step: it reads the weights that the loop keeps, and compiles."""
     began = time.perf_counter()
     with reads_timed() as reads:
@@ -106,7 +106,7 @@ def _first(job: Job, model: Model, latents: mx.array) -> dict[str, Any]:
     return {"first_step": seconds, "read": sum(reads)}
 
 
-def _timed(job: Job, model: Model, latents: mx.array) -> dict[str, Any]:
+def _timed(job: Repetition, model: Model, latents: mx.array) -> dict[str, Any]:
     """The loop, after one of a single step that compiles the scheduler's part."""
     _loop(job, model, latents, 1)
     mx.reset_peak_memory()
@@ -141,7 +141,7 @@ def reads_timed() -> Iterator[list[float]]:
         Weights.get, Weights.stack = before  # type: ignore[method-assign]
 
 
-def load(job: Job) -> LoadedComponent:
+def load(job: Repetition) -> LoadedComponent:
     """The component, with the job's change made to it."""
     component = load_component(job.bundle, job.component, dtype=job.dtype)
     if job.change is not None:
@@ -149,7 +149,7 @@ def load(job: Job) -> LoadedComponent:
     return component if job.fold else with_ids_in_the_loop(component)
 
 
-def example_of(job: Job, component: LoadedComponent) -> Example:
+def example_of(job: Repetition, component: LoadedComponent) -> Example:
     """The inputs of a call: twice the batch where both predictions are made in one."""
     batch = 2 * job.batch if job.guidance == "batched" else job.batch
     compute = str(component.dtype).removeprefix("mlx.core.")
@@ -164,7 +164,7 @@ def example_of(job: Job, component: LoadedComponent) -> Example:
     )
 
 
-def _model(job: Job, component: LoadedComponent, example: Example) -> Model:
+def _model(job: Repetition, component: LoadedComponent, example: Example) -> Model:
     """A step's number and latents -> a prediction of the latents' shape."""
     call = _staged(job, component, example) if job.staged else _whole(job, component, example)
     if job.guidance != "sequential":
@@ -177,14 +177,14 @@ def _model(job: Job, component: LoadedComponent, example: Example) -> Model:
     return twice
 
 
-def _staged(job: Job, component: LoadedComponent, example: Example) -> Model:
+def _staged(job: Repetition, component: LoadedComponent, example: Example) -> Model:
     prepared = Staged(component, example.entry.name, compile=job.compile).prepare(
         example.inputs, example.schedule
     )
     return lambda step, x: _fitted(prepared(step % prepared.steps, **example.moved(x)), x)
 
 
-def _whole(job: Job, component: LoadedComponent, example: Example) -> Model:
+def _whole(job: Repetition, component: LoadedComponent, example: Example) -> Model:
     executor = component.executor
     executor.compile = job.compile
     return lambda step, x: _fitted(
@@ -206,7 +206,7 @@ def _fitted(output: Any, latents: mx.array) -> mx.array:
 
 
 def _loop(
-    job: Job, model: Model, latents: mx.array, steps: int
+    job: Repetition, model: Model, latents: mx.array, steps: int
 ) -> tuple[float, list[float], mx.array]:
     """Seconds of the whole, of each step where each is evaluated, and the last latents."""
     schedule = make_schedule(scheduler_of(EULER), steps)
@@ -226,7 +226,7 @@ def _loop(
 
 
 def _plain_loop(
-    job: Job, model: Model, latents: mx.array, schedule: Schedule
+    job: Repetition, model: Model, latents: mx.array, schedule: Schedule
 ) -> tuple[float, list[float], mx.array]:
     """Euler's method written out: x + (next sigma - sigma) v, by numbers or by arrays."""
     sigmas = [float(s) for s in schedule.sigmas]
@@ -249,7 +249,7 @@ def _plain_loop(
 # ---- beside the time ----------------------------------------------------------------------------
 
 
-def _arithmetic(job: Job, component: LoadedComponent, example: Example) -> dict[str, Any]:
+def _arithmetic(job: Repetition, component: LoadedComponent, example: Example) -> dict[str, Any]:
     products = step_products(component, example, staged=job.staged)
     calls = 2 if job.guidance == "sequential" else 1
     seconds = gemm_seconds(products, component.dtype)
@@ -284,7 +284,7 @@ def _flat(value: Any, path: str) -> dict[str, mx.array]:
 def main() -> None:
     """Run the job on the command line; the last line on stdout is its figures."""
     try:
-        print(json.dumps(run(Job.of(json.loads(sys.argv[1])))))
+        print(json.dumps(run(Repetition.of(json.loads(sys.argv[1])))))
     except MlxconvError as error:
         sys.exit(f"error: {error}")
 

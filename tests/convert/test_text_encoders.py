@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from mlxconv.convert.catalog.figures import tiny_checkpoint
 from mlxconv.convert.conversion import convert
-from mlxconv.convert.recipe.recipe import Input, Recipe, _values, load_recipe, parse_recipe
+from mlxconv.convert.recipe.recipe import Recipe, RecipeInput, _values, load_recipe, parse_recipe
 from mlxconv.convert.source.arrays import torch_to_mlx
 from mlxconv.convert.source.fake_module import build_module
 from mlxconv.convert.source.keys import tied_weights
@@ -244,7 +244,8 @@ def test_a_number_made_in_the_compute_dtype_keeps_its_digits() -> None:
 def test_a_mask_may_be_padded_on_the_left() -> None:
     generator = torch.Generator()
     right, left = (
-        _values(Input("m", (), mask=mask), (3, 6), generator) for mask in ("ragged", "ragged_left")
+        _values(RecipeInput("m", (), mask=mask), (3, 6), generator)
+        for mask in ("ragged", "ragged_left")
     )
     assert right.sum(-1).tolist() == left.sum(-1).tolist() == [6, 4, 2]
     assert left[2].tolist() == [False] * 4 + [True] * 2

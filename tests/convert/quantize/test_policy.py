@@ -11,7 +11,6 @@ import pytest
 
 from mlxconv.convert.quantize.policy import (
     AFFINE_BITS,
-    Parameter,
     Policy,
     Precision,
     Quantized,
@@ -29,6 +28,7 @@ from mlxconv.convert.quantize.policy import (
 )
 from mlxconv.convert.store.writer import array_bytes
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.program.program import Parameter
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -127,8 +127,8 @@ def test_a_pattern_that_matches_nothing_names_close_modules() -> None:
         check_patterns(["proj_mlp"], modules)
 
 
-def linear(name: str = "blocks.0.to_q.weight", width: int = 128) -> Parameter:
-    return Parameter(name, (64, width), kind="linear")
+def linear(name: str = "blocks.0.to_q.weight", width: int = 128) -> tuple[str, Parameter]:
+    return name, Parameter((64, width), "compute", "linear")
 
 
 def test_user_overrides_beat_keep_beats_the_recipe_beats_modulation_beats_the_default() -> None:
@@ -147,7 +147,7 @@ def test_user_overrides_beat_keep_beats_the_recipe_beats_modulation_beats_the_de
         "blocks.0": (affine(4), None),
     }
     for module, (precision, why) in expected.items():
-        decision = policy.decide(linear(f"{module}.weight"))
+        decision = policy.decide(*linear(f"{module}.weight"))
         assert (decision.name, decision.precision, decision.why) == (
             f"{module}.weight",
             precision,
@@ -158,32 +158,35 @@ def test_user_overrides_beat_keep_beats_the_recipe_beats_modulation_beats_the_de
 @pytest.mark.parametrize("default", ["8bit", "bf16"])
 def test_modulation_is_not_raised_above_what_it_gets_anyway(default: str) -> None:
     precision = parse_precision(default)
-    decision = Policy(precision, modulation=["**"]).decide(linear())
+    decision = Policy(precision, modulation=["**"]).decide(*linear())
     assert (decision.precision, decision.why) == (precision, None)
 
 
 def test_modulation_is_affine_8_bit_under_an_mx_default() -> None:
-    decision = Policy(parse_precision("nvfp4"), modulation=["**"]).decide(linear())
+    decision = Policy(parse_precision("nvfp4"), modulation=["**"]).decide(*linear())
     assert decision.precision == affine(8)
 
 
 @pytest.mark.parametrize(
-    "parameter",
+    ("name", "shape", "kind"),
     [
-        Parameter("embed.weight", (100, 64), kind="embedding"),
-        Parameter("conv.weight", (8, 8, 3, 3), kind="conv"),
-        Parameter("blocks.0.to_q.bias", (64,), kind="other"),
-        Parameter("experts.weight", (4, 64, 64), kind="linear"),
+        ("embed.weight", (100, 64), "embedding"),
+        ("conv.weight", (8, 8, 3, 3), "conv"),
+        ("blocks.0.to_q.bias", (64,), "other"),
+        ("experts.weight", (4, 64, 64), "linear"),
     ],
 )
-def test_what_is_not_a_linear_weight_is_kept_and_says_so(parameter: Parameter) -> None:
-    decision = Policy(affine(4)).decide(parameter)
+def test_what_is_not_a_linear_weight_is_kept_and_says_so(
+    name: str, shape: tuple[int, ...], kind: str
+) -> None:
+    parameter = Parameter(shape, "compute", kind)
+    decision = Policy(affine(4)).decide(name, parameter)
     assert (decision.precision, decision.why) == (Precision("bfloat16"), "not a linear weight")
-    assert Policy(Precision("float16")).decide(parameter).why is None
+    assert Policy(Precision("float16")).decide(name, parameter).why is None
 
 
 def test_a_fixed_dtype_is_kept_and_says_so() -> None:
-    decision = Policy(affine(4)).decide(Parameter("table", (8, 2), dtype="float32"))
+    decision = Policy(affine(4)).decide("table", Parameter((8, 2), "float32", "other"))
     assert (decision.precision, decision.why) == (
         Precision("float32"),
         "the model keeps it in float32",
@@ -192,7 +195,7 @@ def test_a_fixed_dtype_is_kept_and_says_so() -> None:
 
 def test_the_group_falls_back_and_says_so() -> None:
     def fitted(width: int, group: int) -> tuple[int | None, str | None]:
-        decision = Policy(affine(4, group)).decide(linear(width=width))
+        decision = Policy(affine(4, group)).decide(*linear(width=width))
         return decision.precision.group_size, decision.why
 
     assert fitted(256, 128) == (128, None)
@@ -438,6 +441,7 @@ def test_what_cannot_be_quantized_is_an_error() -> None:
 MEMORY = """
 import mlx.core as mx, re
 from pathlib import Path
+from mlxconv.runtime.program.program import Parameter
 from mlxconv.convert.quantize.policy import parse_precision, quantize
 def peak():
     status = Path("/proc/self/status").read_text()

@@ -23,7 +23,7 @@ from mlxconv.convert.source.checkpoint import (
     Checkpoint,
     Component,
     component_class,
-    merged_config,
+    full_config,
     open_checkpoint,
 )
 from mlxconv.runtime.errors import MlxconvError
@@ -456,7 +456,7 @@ def test_legacy_class_names_are_replaced_as_diffusers_does(
 
     assert component.class_name == expected
     assert component_class(component).__name__ == expected
-    assert merged_config(component)["_class_name"] == expected
+    assert full_config(component)["_class_name"] == expected
 
 
 @pytest.mark.parametrize("name", ["transformer", "vae"])
@@ -467,7 +467,7 @@ def test_the_merged_config_is_what_diffusers_builds_from(saved: Path, name: str)
     component.config = {k: v for k, v in component.config.items() if k in keep}
     component.config["not_an_argument"] = 3
 
-    merged = merged_config(component)
+    merged = full_config(component)
 
     cls: Any = component_class(component)
     built = {k: v for k, v in cls.from_config(component.config).config.items() if k[0] != "_"}
@@ -483,7 +483,7 @@ def test_transformers_defaults_are_filled_in(pipeline: Path) -> None:
     config.pop("relative_attention_num_buckets")
     write_json(config_file, config)
 
-    merged = merged_config(open_checkpoint(pipeline).components["text_encoder"])
+    merged = full_config(open_checkpoint(pipeline).components["text_encoder"])
 
     assert merged["relative_attention_num_buckets"] == 32
     assert merged["d_model"] == 8
@@ -498,7 +498,7 @@ def test_a_missing_required_argument_is_named(single: Path) -> None:
         MlxconvError,
         match=r"AutoencoderKLHunyuanImage needs .*spatial_compression_ratio, .* have no default",
     ):
-        merged_config(component)
+        full_config(component)
 
 
 def test_opening_imports_neither_diffusers_nor_torch(saved: Path) -> None:

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from mlxconv.convert.quantize.policy import Policy, parse_precision
 from mlxconv.convert.source.checkpoint import Component, open_checkpoint
 from mlxconv.convert.source.floats import cast, count_not_finite
-from mlxconv.convert.store.plan import Plan, make_plan
+from mlxconv.convert.store.plan import WeightPlan, make_plan
 from mlxconv.convert.store.writer import array_bytes, read_back, write_weights
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program.program import Parameter
@@ -44,7 +44,7 @@ def test_a_cast_is_that_of_mlx(source: str, target: str) -> None:
 def planned(
     folder: Path, weight: np.ndarray, q: str, kind: str = "linear", dtype: str = "compute",
     **beside: np.ndarray,
-) -> Plan:  # fmt: skip
+) -> WeightPlan:  # fmt: skip
     beside = {f"x.{name}": value for name, value in beside.items()}
     save_file({"x.weight": weight, **beside}, folder / "diffusion_pytorch_model.safetensors")
     (folder / "config.json").write_text(json.dumps({"_class_name": "Any"}))

@@ -11,8 +11,14 @@ import torch
 from torch import nn
 
 from mlxconv.convert.lower.lowering import lower
-from mlxconv.convert.recipe.recipe import Dim, Precision, ProgramRecipe, Recipe, example_inputs
-from mlxconv.convert.recipe.recipe import Input as RecipeInput
+from mlxconv.convert.recipe.recipe import (
+    Dim,
+    PrecisionRules,
+    ProgramRecipe,
+    Recipe,
+    RecipeInput,
+    example_inputs,
+)
 from mlxconv.convert.source.fake_module import merged_config
 from mlxconv.convert.trace.export import trace
 from mlxconv.runtime.ops import OPS, dtype_of
@@ -124,7 +130,7 @@ def recipe_for(cls: type, **shapes: tuple[int | str, ...]) -> Recipe:
     }
     dims = {"batch": Dim("batch", 2), "tokens": Dim("tokens", 5)}
     programs = {"forward": ProgramRecipe("forward", "forward", inputs)}
-    return Recipe(cls.__name__, "tests", (), dims, programs, Precision(), {}, {}, {})
+    return Recipe(cls.__name__, "tests", (), dims, programs, PrecisionRules(), {}, {}, {})
 
 
 class Traced:

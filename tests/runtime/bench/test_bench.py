@@ -18,7 +18,7 @@ from mlxconv.convert.peers.command import MFLUX, peer_command
 from mlxconv.runtime.bench import ablation
 from mlxconv.runtime.bench.ablation import ROWS, ablate
 from mlxconv.runtime.bench.bench import Settings, bench, describe, figures
-from mlxconv.runtime.bench.worker import Job, run
+from mlxconv.runtime.bench.worker import Repetition, run
 from mlxconv.runtime.errors import MlxconvError
 
 from ...conftest import Bundles
@@ -26,8 +26,8 @@ from ...conftest import Bundles
 TINY = {"pixels": (64, 64), "dims": {"text_tokens": 8}}
 
 
-def job(bundle: Path, **changes: Any) -> Job:
-    return Job(str(bundle), "transformer", 2, (64, 64), {"text_tokens": 8}, **changes)
+def job(bundle: Path, **changes: Any) -> Repetition:
+    return Repetition(str(bundle), "transformer", 2, (64, 64), {"text_tokens": 8}, **changes)
 
 
 def latents_after(bundle: Path, folder: Path, **changes: Any) -> np.ndarray[Any, Any]:
