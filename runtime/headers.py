@@ -43,7 +43,7 @@ class _Reader:
         self.file, self.mend = file, mend
 
     def _fail(self, problem: str) -> NoReturn:
-        raise MlxconvError(f"{self.file}: {problem}; {self.mend}")
+        raise MlxconvError(f"{self.file}: {problem} {self.mend}")
 
     def read(self) -> tuple[dict[str, Span], dict[str, str]]:
         """As `read_header`."""
@@ -51,7 +51,7 @@ class _Reader:
         metadata = header.pop("__metadata__", None)
         metadata = {} if metadata is None else metadata  # MLX writes null for none
         if not isinstance(metadata, dict):
-            self._fail("__metadata__ is no JSON object")
+            self._fail("__metadata__ is no JSON object;")
         spans = {name: self._span(name, entry, start) for name, entry in header.items()}
         self._check_layout(spans, start, size)
         return spans, metadata
@@ -66,14 +66,14 @@ class _Reader:
                 self._check_length(prefix, length, size)
                 text = stream.read(length)
         except OSError as error:
-            self._fail(f"cannot be read ({error.strerror})")
+            self._fail(f"cannot be read ({error.strerror});")
         try:
             header = json.loads(text.decode("utf-8"), object_pairs_hook=self._unique_pairs)
         except (ValueError, RecursionError) as error:
-            self._fail(f"header is not JSON ({error}); the file is damaged")
+            self._fail(f"header is not JSON ({error}); the file is damaged,")
         if not isinstance(header, dict):
             found = type(header).__name__
-            self._fail(f"header is a JSON {found}, expected an object; the file is damaged")
+            self._fail(f"header is a JSON {found}, expected an object; the file is damaged,")
         return header, 8 + length, size
 
     def _check_length(self, prefix: bytes, length: int, size: int) -> None:
@@ -82,21 +82,21 @@ class _Reader:
                 f"{self.file}: is a Git LFS pointer, not weights; run `git lfs pull`"
             )
         if len(prefix) < 8:
-            self._fail(f"has {size} bytes, a safetensors file has at least 8")
+            self._fail(f"has {size} bytes, a safetensors file has at least 8;")
         if length > MAX_HEADER_BYTES:
             self._fail(
                 f"header length {length} is over the limit of {MAX_HEADER_BYTES} bytes; "
-                "this is no safetensors file, or a damaged one"
+                "this is no safetensors file, or a damaged one:"
             )
         if 8 + length > size:
-            self._fail(f"header needs {8 + length} bytes, the file has {size}; it is truncated")
+            self._fail(f"header needs {8 + length} bytes, the file has {size}; it is truncated,")
 
     def _unique_pairs(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            self._fail(f"{twice!r} is in the header twice; the file is damaged")
+            self._fail(f"{twice!r} is in the header twice; the file is damaged,")
         return found
 
     def _span(self, name: str, entry: Any, start: int) -> Span:
@@ -112,7 +112,7 @@ class _Reader:
         if not well_formed:
             self._fail(
                 f"header entry of {name!r} is {str(entry)[:200]}, expected dtype, shape and "
-                "data_offsets of non-negative integers; the file is damaged"
+                "data_offsets of non-negative integers; the file is damaged,"
             )
         if dtype not in BY_CODE:
             raise MlxconvError(
@@ -123,7 +123,7 @@ class _Reader:
         if end - begin != expected:
             self._fail(
                 f"{name!r} {dtype} {tuple(shape)} needs {expected} bytes, data_offsets "
-                f"[{begin}, {end}] give {end - begin}; the file is damaged"
+                f"[{begin}, {end}] give {end - begin}; the file is damaged,"
             )
         return Span(dtype, tuple(shape), start + begin, start + end)
 
@@ -135,9 +135,9 @@ class _Reader:
                 what = "overlaps" if begin < previous_end else "leaves a gap after"
                 self._fail(
                     f"{name!r} starts at byte {begin} and {what} {previous or 'the header'!r}, "
-                    f"which ends at {previous_end}; the file is damaged"
+                    f"which ends at {previous_end}; the file is damaged,"
                 )
         needed, found = max((end for _, end, _ in ordered), default=0), size - start
         if needed != found:
             problem = "it is truncated" if needed > found else "it has bytes of no tensor"
-            self._fail(f"header describes {needed} bytes of data, the file has {found}; {problem}")
+            self._fail(f"header describes {needed} bytes of data, the file has {found}; {problem},")
