@@ -20,6 +20,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from mlxconv.cli import cli
+from mlxconv.convert.store import bundle as filled
 from mlxconv.convert.store import writer
 from mlxconv.runtime.bundle import load_component
 from mlxconv.runtime.errors import MlxconvError
@@ -97,7 +98,7 @@ def test_a_source_that_changes_while_it_is_read_is_refused(
         os.utime(weights)
         return index
 
-    monkeypatch.setattr(bundle, "write_weights", write_then_touch)
+    monkeypatch.setattr(filled, "write_weights", write_then_touch)
     message = convert_failure(source, tmp_path, "--weights-only")
     assert message.startswith(f"{weights}: changed while it was read")
 
@@ -317,7 +318,7 @@ def test_an_old_bundle_stays_when_its_replacement_fails(
 ) -> None:  # fmt: skip
     old = copy(flux_bundle("bf16"), tmp_path)
     before = files_of(old)
-    monkeypatch.setattr(bundle, "_write_program", fault)
+    monkeypatch.setattr(filled, "_write_program", fault)
     assert says in failure("convert", flux_checkpoint, "-o", old, "--q", "4bit", "--force")
     assert files_of(old) == before
     assert [p.name for p in tmp_path.iterdir()] == [old.name]

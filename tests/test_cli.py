@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from mlxconv import __version__
 from mlxconv.cli import cli, main
-from mlxconv.convert.store import bundle
+from mlxconv.convert.store import bundle as filled
 
 from .conftest import Bundles
 
@@ -315,7 +315,7 @@ def test_ctrl_c_while_writing_exits_130_and_leaves_nothing(
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bundle, "_write_manifest", interrupt)
+    monkeypatch.setattr(filled, "_write_manifest", interrupt)
     code, out, err = in_process(
         ["convert", str(flux_checkpoint), "-o", str(tmp_path / "out")], monkeypatch, capsys
     )

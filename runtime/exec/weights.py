@@ -338,6 +338,8 @@ def check_whole(file: Path) -> None:
     MLX itself notices a short file only when the tensor behind the cut is evaluated, and believes
     its shapes and offsets.
     """
+    if not file.exists():
+        raise MlxconvError(f"{file}: No such file; the bundle is incomplete, copy it again")
     read_header(file, "copy the bundle again")
 
 
