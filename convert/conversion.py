@@ -123,7 +123,7 @@ def _plain(
         chosen = tuple((pattern, _bits(bits)) for pattern, bits in pairs)
     except (TypeError, ValueError):
         raise MlxconvError(
-            f"set is {settings!r:.80}: a mapping of patterns on modules to bits, as "
+            f"set is {settings!r:.80}: expected a mapping of module patterns to bits, such as "
             "{'blocks.*.ff.**': 8}"
         ) from None
     given = {**options, "q": _bits(q), "set": chosen}

@@ -120,7 +120,9 @@ def inspect(path: str | Path, *, tensors: bool = False, revision: str | None = N
     name = hub_name(path)
     if name is None:
         if revision is not None:
-            raise MlxconvError(f"{path}: is a path, --revision is for repositories of the Hub")
+            raise MlxconvError(
+                f"{path}: is a local path, and --revision applies only to Hub repositories"
+            )
         return _of_folder(Path(path).expanduser(), tensors)
     name = name.at(revision)
     remote = open_remote(name)

@@ -117,7 +117,7 @@ def _check_manifest(file: Path, manifest: Mapping[str, Any]) -> None:
         n for n in [*parts, *manifest.get("copied", [])] if not (isinstance(n, str) and is_plain(n))
     ]
     if outside:
-        raise MlxconvError(f"{file}: {outside[0]!r:.80} is not a folder in this one; refused")
+        raise MlxconvError(f"{file}: {outside[0]!r:.80} is not a folder inside this one; refused")
 
 
 _FIELDS: dict[str, type] = {
@@ -196,8 +196,8 @@ class LoadedComponent:
         order, called = self.program.entry(entry).arguments, f"{self.program.class_name}.{entry}"
         if not order:
             raise MlxconvError(
-                f"{self.path}: an older mlxconv converted it, without the order of "
-                f"{called}'s inputs; pass keywords, or convert again"
+                f"{self.path}: was converted by an older mlxconv, which did not record the order "
+                f"of the inputs of {called}; pass keywords, or convert again"
             )
         if len(inputs) > len(order):
             raise TypeError(f"{called} takes {', '.join(order)}; {len(inputs)} inputs were given")

@@ -97,7 +97,7 @@ def test_what_is_natural_in_python_is_taken(flux_checkpoint: Path, tmp_path: Pat
     [
         ({"q": 16}, MlxconvError, "16bit"),
         ({"q": 4.5}, MlxconvError, "4.5"),
-        ({"set": ["all"]}, MlxconvError, "a mapping of patterns on modules to bits"),
+        ({"set": ["all"]}, MlxconvError, "a mapping of module patterns to bits"),
         ({"set": {"proj_out": "many"}}, MlxconvError, "many"),
         ({"quantize": 4}, TypeError, "unknown keyword 'quantize'"),
         ({"componets": ["vae"]}, TypeError, "did you mean 'components'"),

@@ -95,9 +95,9 @@ def test_a_bad_value_is_a_usage_error(line: tuple[str, ...], option: str, value:
     ("code", "line", "says"),
     [
         (2, "bench {bundle} --source .", "--source has no effect without --against"),
-        (2, "verify {bundle} --steps 2", "--steps: of pictures"),
+        (2, "verify {bundle} --steps 2", "--steps: applies to whole pipelines"),
         (2, "convert {bundle} --q bf16 --group-size 32", "bf16 has no groups"),
-        (2, "convert {bundle} --q 4bit --target-size 1", "give one of them"),
+        (2, "convert {bundle} --q 4bit --target-size 1", "cannot be combined with --q"),
         (1, "generate {bundle} a -o x.png --size 63x65", "63x65: width and height have to be"),
         (1, "generate {bundle} a -o x.png --scheduler DDIM", "does not fit a flow model"),
         (1, "verify {bundle} --component absent", "no component 'absent'"),

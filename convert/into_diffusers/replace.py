@@ -251,7 +251,7 @@ class _Bridge:
 
     def _whole(self, args: Any, kwargs: Any) -> Any:
         if self.part and (self._like(args, kwargs) is None or self.shell.wrote):
-            raise MlxconvError(f"{self.method} writes into what it is given")
+            raise MlxconvError(f"{self.method} writes into its inputs")
         outputs = self._outputs(self._named(args, kwargs))
         like = self._like(args, kwargs)
         if like is None:

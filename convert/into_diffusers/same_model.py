@@ -46,8 +46,8 @@ def check_same_model(module: nn.Module, stored: StoredWeights, recipe: Recipe) -
     adapters = list(getattr(module, "peft_config", None) or ())
     if adapters:
         raise MlxconvError(
-            f"{label}: has the LoRA {', '.join(map(repr, adapters))}, which the bundle has not; "
-            f"drop it (pipe.unload_lora_weights()), or convert it fused: {_FUSE}"
+            f"{label}: has the LoRA {', '.join(map(repr, adapters))}, which the bundle does not "
+            f"have; unload it (pipe.unload_lora_weights()), or convert it fused: {_FUSE}"
         )
     _check_config(module, stored.config, label)
     _check_parameters(module, stored, recipe)
@@ -98,7 +98,7 @@ def _check_parameters(module: nn.Module, stored: StoredWeights, recipe: Recipe) 
         unused = any(fnmatchcase(name, pattern) for pattern in recipe.unused)
         if id(own) not in known and not unused:
             raise MlxconvError(
-                f"{stored.label}: the pipeline has the weight {name}, the bundle has not; if it "
+                f"{stored.label}: the pipeline has the weight {name}, the bundle does not; if it "
                 f"was changed after loading, {CHANGE_FIRST}"
             )
 

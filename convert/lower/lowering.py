@@ -68,7 +68,7 @@ def _refuse(class_name: str, missing: dict[str, list[str]]) -> None:
         lines.append(f"  {name}: {', '.join(places[:3])}{more}")
     raise MlxconvError(
         f"{class_name}: no lowering for {len(missing)} operation(s):\n" + "\n".join(lines) + "\n"
-        "add a row to convert/aten, or trace another path by the recipe's arguments"
+        "add a row to convert/lower/aten, or trace another path through the recipe's arguments"
     )
 
 

@@ -27,7 +27,7 @@ def peer_command(settings: Settings, about: dict[str, Any], folder: Path) -> lis
     if settings.source is None:
         raise MlxconvError(f"--against {settings.against} needs --source, the checkpoint")
     if settings.guidance != "none":
-        raise MlxconvError("--against compares single predictions: leave --guidance none")
+        raise MlxconvError("--against compares single predictions, so it needs --guidance none")
     source = _source(settings)
     job = {
         **asdict(settings.job()),

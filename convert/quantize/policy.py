@@ -108,7 +108,9 @@ def parse_precision(text: str, group_size: int | None = None) -> Precision:
 def _refuse_group(text: str, asked: int | None, fixed: int | None) -> None:
     if asked is not None and asked != fixed:
         has = "has no groups" if fixed is None else f"has a fixed group size of {fixed}"
-        raise ArgumentError(f"{text} {has}: drop --group-size {asked}, or choose an affine one")
+        raise ArgumentError(
+            f"{text} {has}: drop --group-size {asked}, or choose an affine precision"
+        )
 
 
 def layout(shape: Sequence[int], precision: Precision) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -335,7 +335,7 @@ def _dims(read: _Reader, data: Any, config_names: set[str] | None) -> dict[str, 
             values=read.listed(entry.get("values", []), f"{key}.values", int, "integers"),
         )
         if dims[name].values and not dims[name].fixed:
-            raise read.fail(f"{key}.values", "only a fixed dim has one program a value")
+            raise read.fail(f"{key}.values", "only a fixed dim has one program per value")
     return dims
 
 

@@ -323,7 +323,7 @@ def _class_name(config: dict[str, Any], config_file: Path, listed: str | None) -
     if name is None:
         raise MlxconvError(
             f"{config_file}: has neither _class_name (diffusers) nor architectures "
-            "(transformers); name the model's class by --class MODULE:CLASS"
+            "(transformers); name the model's class with --class MODULE:CLASS"
         )
     return name
 
@@ -353,14 +353,14 @@ def _refuse_quantized(config: dict[str, Any], config_file: Path) -> None:
     mark = next((key for key in ("mlxconv", "quantization") if config.get(key)), None)
     if mark:
         raise MlxconvError(
-            f"{config_file}: has the entry {mark!r}, these weights are already converted for MLX; "
-            "give the original diffusers checkpoint"
+            f"{config_file}: has the entry {mark!r}, so these weights are already converted for "
+            "MLX; give the original diffusers checkpoint"
         )
     quantization = config.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise MlxconvError(
-            f"{config_file}: has a quantization_config ({method or 'unknown method'}), these "
+            f"{config_file}: has a quantization_config ({method or 'unknown method'}), so these "
             "weights are already quantized; give the bf16 or fp16 checkpoint"
         )
 

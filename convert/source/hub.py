@@ -196,8 +196,8 @@ def recorded_source(bundle: Bundle) -> str:
         return f"hf://{source}"
     if not Path(source).is_dir():
         raise MlxconvError(
-            f"{bundle.path}: was made from {source}, which is not there; give the checkpoint by "
-            "--against SOURCE"
+            f"{bundle.path}: was made from {source}, which was not found; pass the checkpoint "
+            "with --against SOURCE"
         )
     return source
 
@@ -234,7 +234,9 @@ def _refuse_hub_options(source: str | Path, asked: Asked) -> None:
     }
     for option, value in given.items():
         if value:
-            raise MlxconvError(f"{source}: {option} is for repositories of the Hub, this is a path")
+            raise MlxconvError(
+                f"{source}: {option} applies only to Hub repositories, and this is a local path"
+            )
 
 
 def _open(remote: Remote, folder: Path, asked: Asked) -> Source:
@@ -266,8 +268,8 @@ def _headers(download: Download) -> Iterator[None]:
             hollow += [here] * _outline(here, download.remote, path)
         elif download.asked.low_disk and download.remote.cached(path) is None:
             raise MlxconvError(
-                f"{here}: is no safetensors file, so that it must be whole to be planned for; "
-                "leave --low-disk out"
+                f"{here}: is not a safetensors file, so it has to be downloaded whole; leave "
+                "--low-disk out"
             )
         else:
             _link(here, download.remote.fetch([path]) / path)

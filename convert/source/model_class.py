@@ -136,8 +136,8 @@ def recorded_class(module: str, class_name: str, folders: Sequence[Path]) -> str
     inside = [r for r in roots for f in folders if r.resolve().is_relative_to(f.resolve())]
     if inside:
         raise MlxconvError(
-            f"the bundle was converted by {module}:{class_name}, which is in {inside[0]}, beside "
-            f"the weights; if you trust that code, add --class {module}:{class_name}"
+            f"the bundle was converted by {module}:{class_name}, which is in {inside[0]}, next "
+            f"to the weights; if you trust that code, add --class {module}:{class_name}"
         )
     return f"{module}:{class_name}"
 

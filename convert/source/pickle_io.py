@@ -34,7 +34,7 @@ def _load_on_meta(file: Path) -> dict[Any, Any]:
         state = torch.load(file, map_location="meta", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise MlxconvError(
-            f"{file}: refused, this pickle holds code or objects other than tensors "
+            f"{file}: refused: this pickle holds code or objects other than tensors "
             f"({_first_line(error)}); get the safetensors files of this model"
         ) from error
     except Exception as error:  # damaged bytes raise a dozen kinds here

@@ -38,8 +38,8 @@ def front_matter(text: str, where: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         first = str(error).splitlines()[0]
         raise MlxconvError(
-            f"{where}: its front matter is not YAML ({first}); mend it, or take the card away and "
-            "give --license"
+            f"{where}: its front matter is not YAML ({first}); fix it, or remove the card and "
+            "pass --license"
         ) from error
     if data is not None and not isinstance(data, dict):
         raise MlxconvError(f"{where}: its front matter is not a list of keys and values")

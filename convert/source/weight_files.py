@@ -216,8 +216,8 @@ def _weight_map(index: Path) -> dict[str, str]:
     for name, file_name in weight_map.items():
         if not isinstance(file_name, str) or not _is_plain_name(file_name):
             raise MlxconvError(
-                f"{index}: {name!r} is said to be in {file_name!r}, expected the name of a file "
-                "in the same folder; the index is not trusted, get it from its source again"
+                f"{index}: {name!r} is listed in {file_name!r}, expected the name of a file "
+                "in the same folder; refused, get the index from its source again"
             )
     return weight_map
 

@@ -126,7 +126,7 @@ def extended(old: Program, values: Mapping[str, Array], more: Compiled, folder: 
     if differing or renamed.keys() & _in_blocks(more.program):
         name = min([*differing, *renamed])
         raise MlxconvError(
-            f"{folder}: at that size {name} is not what the bundle has; convert the checkpoint "
+            f"{folder}: at that size {name} differs from the bundle's; convert the checkpoint "
             "again, with a recipe that lists the size (--recipe FILE)"
         )
     new = [_with_constants(entry, renamed) for entry in new]
@@ -198,10 +198,13 @@ def _wanted(
         raise MlxconvError(f"{folder}: {recipe.class_name} takes every size already")
     unknown = sorted(set(dims) - set(fixed))
     if unknown:
-        raise MlxconvError(f"{folder}: {', '.join(unknown)} is not fixed, only {', '.join(fixed)}")
+        raise MlxconvError(
+            f"{folder}: {', '.join(unknown)} is not fixed; the fixed dims are {', '.join(fixed)}"
+        )
     if sizes and not recipe.fixed_sizes():
         raise MlxconvError(
-            f"{folder}: its recipe derives no dim from pixels: give --dim, of {', '.join(fixed)}"
+            f"{folder}: its recipe derives no dim from pixels; use --dim with one of "
+            f"{', '.join(fixed)}"
         )
     return [{**choice, **dims} for choice in fixed_dims(recipe, sizes)] if sizes else [dict(dims)]
 

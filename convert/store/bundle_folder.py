@@ -68,7 +68,7 @@ def check_target(out: Path, force: bool, source: Path | None = None) -> None:
     if source is not None:
         origin = source.expanduser().resolve()
         if out == origin or origin in out.parents:
-            raise MlxconvError(f"{out}: is (in) the source {origin}: choose another folder")
+            raise MlxconvError(f"{out}: is the source {origin} or inside it: choose another folder")
         if out in origin.parents:
             raise MlxconvError(f"{out}: contains the source {origin}: choose another folder")
     if not out.exists():

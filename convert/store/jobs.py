@@ -68,7 +68,7 @@ def check_options(options: ConvertOptions) -> None:
         parse_precision(options.q, options.group_size)
     if options.target_size is not None and options.q not in ("bf16", "bfloat16"):
         raise ArgumentError(
-            f"--target-size chooses the precision, --q {options.q} asks for one: give one of them"
+            f"--target-size chooses the precision, so it cannot be combined with --q {options.q}"
         )
     for text in (options.text_encoder_q, options.vae_q, *(bits for _, bits in options.set)):
         if text is not None:
@@ -76,7 +76,7 @@ def check_options(options: ConvertOptions) -> None:
     if options.method not in ("rtn", "refit", "search"):
         raise ArgumentError(
             f"--method {options.method}: expected refit, rtn or search "
-            "(imatrix and gptq need calibration, which this version does not have)"
+            "(imatrix and gptq need calibration, which this version does not support)"
         )
 
 

@@ -88,7 +88,7 @@ def _check_kind(
     wanted = _INTEGERS.get(parameter.dtype, parameter.dtype)
     if wanted != "compute" and wanted not in _STORED:
         raise MlxconvError(
-            f"{name}: the model holds it as {wanted}; a bundle stores {', '.join(_STORED)}"
+            f"{name}: the model uses {wanted}; a bundle can store {', '.join(_STORED)}"
         )
     dtype = stored.read_as
     exact = wanted in _EXACT and dtype != mx.complex64

@@ -59,7 +59,7 @@ def check_place(path: Path) -> None:
     if path.is_dir():
         raise MlxconvError(f"{path}: is a folder; --report takes the file to write")
     if not path.absolute().parent.is_dir():
-        raise MlxconvError(f"{path}: no folder {path.absolute().parent}; make it first")
+        raise MlxconvError(f"{path}: no folder {path.absolute().parent}; create it first")
 
 
 def write_page(

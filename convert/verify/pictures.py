@@ -66,8 +66,8 @@ class PipelineCase:
         ):
             if not whole:
                 raise MlxconvError(
-                    f"{path}: holds no pipeline (model_index.json), and pictures are made by whole "
-                    "ones; use --tier forward or block"
+                    f"{path}: has no pipeline (model_index.json), which comparing images needs; "
+                    "use --tier forward or block"
                 )
         names = self.components or tuple(self.bundle.manifest["components"])
         found = [n for n in names if (self.bundle.component(n) / PROGRAM_FILE).is_file()]
@@ -246,7 +246,7 @@ def trajectory_rows(compared: Compared, threshold: float | None) -> list[Row]:
 def image_rows(compared: Compared, threshold: float | None) -> list[Row]:
     """A row for the pictures of a prompt; MlxconvError where the pipeline makes none."""
     if compared.exact.pixels is None or compared.ours.pixels is None:
-        raise MlxconvError("the pipeline makes no pictures; use --tier trajectory")
+        raise MlxconvError("the pipeline makes no images; use --tier trajectory")
     shape = compared.exact.pixels.shape
     name = f"{compared.label}{shape[2]}x{shape[1]}"
     rows = _rows("image", name, compared, threshold, _pixels)

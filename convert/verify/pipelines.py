@@ -103,8 +103,8 @@ def call_arguments(cls: type, request: Request, prompt: str) -> dict[str, Any]:
     needed = [n for n in _needed(takes) if n not in given]
     if needed:
         raise MlxconvError(
-            f"{cls.__name__}: cannot be called without {', '.join(needed)}, which verify has none "
-            "of; use --tier forward or block"
+            f"{cls.__name__}: cannot be called without {', '.join(needed)}, which verify cannot "
+            "provide; use --tier forward or block"
         )
     return given
 
@@ -274,7 +274,7 @@ class Noise:
                 return fresh
             known = next(again, None)
             if known is None or known.shape != fresh.shape:
-                raise MlxconvError("the pipeline draws other noise in another precision")
+                raise MlxconvError("the pipeline draws different noise in different precisions")
             return known.to(fresh.dtype).clone()
 
         with _replaced(torch, "randn", draw):

@@ -103,7 +103,7 @@ def verify(
     if _is_bundle(against):
         if tier != "forward" or page or stream or asked or recipe or model_class:
             raise MlxconvError(
-                f"{against}: is a bundle, which is compared by --tier forward alone; only "
+                f"{against}: is a bundle, which can only be compared with --tier forward; only "
                 "--component, --seed, --dim, --dtype and --threshold apply"
             )
         rows = bundle_rows(
@@ -230,7 +230,7 @@ def _check(
 ) -> None:
     """ArgumentError for options that do not go together, before anything is read."""
     if tier not in TIERS:
-        raise ArgumentError(f"--tier {tier}: this version measures {', '.join(TIERS)}")
+        raise ArgumentError(f"--tier {tier}: expected one of {', '.join(TIERS)}")
     if page is not None:
         from .page import check_place
 
@@ -243,17 +243,20 @@ def _check(
     )
     if asked and of_forwards:
         raise ArgumentError(
-            f"{options}: of pictures, which --tier {tier} does not make; add --tier image, "
-            "--tier trajectory or --report FILE.html"
+            f"{options}: applies to whole pipelines, which --tier {tier} does not run; add "
+            "--tier image, --tier trajectory or --report FILE.html"
         )
     if asked.get("steps", 1) < 1:
         raise ArgumentError(f"--steps {asked['steps']}: at least 1")
     if tier in PIPELINE_TIERS and stream:
         raise ArgumentError(
-            f"--stream holds one block at a time, --tier {tier} a whole pipeline: leave one out"
+            f"--stream holds one block at a time and --tier {tier} a whole pipeline, so they "
+            "cannot be combined"
         )
     if tier in PIPELINE_TIERS and dims and page is None:
-        raise ArgumentError(f"--dim is a size of single forwards; --tier {tier} takes --size WxH")
+        raise ArgumentError(
+            f"--dim applies to single components; with --tier {tier} use --size WxH"
+        )
 
 
 def _wanted(
@@ -336,7 +339,7 @@ def _at_size(cases: Sequence[Case], size: tuple[int, int]) -> list[Case]:
         found.append(replace(case, dims={**pixels, **case.dims}))
     if all(case.dims == at.dims for case, at in zip(cases, found)):
         names = ", ".join(case.name for case in cases)
-        raise MlxconvError(f"--size: pixels decide no size of {names}; give --dim NAME=SIZE")
+        raise MlxconvError(f"--size has no effect on the sizes of {names}; use --dim NAME=SIZE")
     return found
 
 
@@ -409,7 +412,7 @@ def _runnable(
     """The case; None, and a note, where pictures cannot be made and `tier` does not need them."""
     try:
         if stream:
-            raise MlxconvError("--stream holds one block at a time, a pipeline is held whole")
+            raise MlxconvError("--stream holds one block at a time, but a pipeline is held whole")
         whole.check()
     except MlxconvError as error:
         if tier in PIPELINE_TIERS:

@@ -142,7 +142,7 @@ def ablate(settings: Settings, say: Say = lambda text: None) -> AblationReport:
     """Measure every row that means something for this program."""
     settings = with_component(settings)
     if settings.against != "none":
-        raise MlxconvError("--ablate compares mlxconv with itself: leave --against none")
+        raise MlxconvError("--ablate compares mlxconv with itself, so it needs --against none")
     about = describe(settings)
     program, _ = component_facts(settings.bundle, settings.component)
     rows, left_out = _applicable(program, settings)

@@ -317,7 +317,7 @@ def repetition(job: dict[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
         return run_apart([sys.executable, "-m", _WORKER, json.dumps(job)])
     except MlxconvError as error:
         at = ", ".join(f"{name}={size}" for name, size in dims.items())
-        raise MlxconvError(f"{error}; run at {at}: does another --size or --dim fit it?") from None
+        raise MlxconvError(f"{error}; run at {at}. Try another --size or --dim") from None
 
 
 def run_apart(command: Sequence[str], what: str = "") -> dict[str, Any]:

@@ -117,8 +117,8 @@ def _pixel_dims(
     if not table.get("pixels"):
         names = sorted({name for entry in program.entries for name in _symbols(entry)})
         raise MlxconvError(
-            f"{program.class_name}: this bundle does not say how pixels decide its sizes; "
-            f"give --dim NAME=SIZE, of {', '.join(names)}"
+            f"{program.class_name}: this bundle does not record how its sizes follow from "
+            f"pixels; use --dim NAME=SIZE with {', '.join(names)}"
         )
     values = {**config, "W": pixels[0], "H": pixels[1]}
     found = {dim: int(evaluate(text, values)) for dim, text in table["pixels"].items()}

@@ -166,8 +166,7 @@ def _check_elements(class_name: str, entry: Entry, values: Mapping[str, Any]) ->
         if others:
             raise NotTaken(
                 f"{where} as {value} throughout, and {others} of the {given.size} elements given "
-                "are not; of a mask that means: leave the padding out, and call it with one prompt "
-                "at a time"
+                "are not; for a mask, remove the padding and call it with one prompt at a time"
             )
 
 
@@ -202,8 +201,7 @@ def _check_assumptions(entry: Entry, values: Mapping[str, Any]) -> None:
             axes = (name if sizes[name] is values[name] else f"{name}[{n}]" for name, n in read)
             given = ", ".join(f"{worded(one)} = {evaluate(one, sizes)}" for one in axes)
             raise _WrongSize(
-                f"the class decides by sizes what it computes, and was traced for "
-                f"{worded(text)}; given {given}",
+                f"the class branches on sizes and was traced for {worded(text)}; given {given}",
                 frozenset((paths[name], axis) for name, axis in read),
             )
 

@@ -102,7 +102,7 @@ def _shared_out(seeds: list[int], prompts: int, count: int) -> list[list[int]]:
     each = len(seeds) // prompts
     if not seeds or each * prompts != len(seeds) or count not in (1, each):
         pictures = f"{prompts * count} pictures" + (f" of {prompts} prompts" * (prompts > 1))
-        raise ArgumentError(f"{len(seeds)} seeds for {pictures}: give one seed, or one a picture")
+        raise ArgumentError(f"{len(seeds)} seeds for {pictures}: give one seed, or one per image")
     return [seeds[i : i + each] for i in range(0, len(seeds), each)]
 
 
@@ -124,8 +124,8 @@ def _seed(given: Any) -> int:
 def _seed_of_generator(given: Any) -> int:
     if str(given.device) != "cpu":
         raise ArgumentError(
-            f"the generator is on {given.device}, whose noise is another: make it "
-            "with torch.Generator('cpu'), or pass seed"
+            f"the generator is on {given.device}, whose noise differs: create it with "
+            "torch.Generator('cpu'), or pass seed"
         )
     seed: int = given.initial_seed()
     fresh = type(given)(device="cpu").manual_seed(seed)

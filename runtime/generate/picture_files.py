@@ -151,7 +151,7 @@ def check_file(out: str | Path, hint: str = "") -> None:
 
 def _check_parent(file: Path) -> None:
     if not file.parent.is_dir():
-        raise ArgumentError(f"{file}: no folder {file.parent}; make it first")
+        raise ArgumentError(f"{file}: no folder {file.parent}; create it first")
 
 
 def target_names(out: str | Path, records: Sequence[Record]) -> list[Path]:
@@ -215,13 +215,10 @@ def read_record(file: Path) -> Record:
         record = json.loads(found) if found else None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise MlxconvError(
-            f"{file}: not a picture that can be read; give one that mlxconv wrote"
+            f"{file}: not an image that can be read; give one that mlxconv wrote"
         ) from error
     if not isinstance(record, dict):
-        raise MlxconvError(
-            f"{file}: does not say how it was made; give one of mlxconv's pictures, "
-            "as it was written"
-        )
+        raise MlxconvError(f"{file}: stores no settings; give an image as mlxconv wrote it")
     return record
 
 

@@ -40,7 +40,7 @@ def plan_pictures(parts: Parts, family: Family, options: Options) -> Plan:
     levels = options.timesteps if options.sigmas is None else options.sigmas
     if levels is not None:
         if steps is not None:
-            raise ArgumentError("give steps, or sigmas or timesteps: one of the two")
+            raise ArgumentError("give either steps, or sigmas or timesteps")
         steps = len(levels)
     request = Request(
         options.prompts[0],
@@ -131,7 +131,7 @@ def _work(parts: Parts, tile: str | int) -> int:
         return work_of(tile)
     if tile not in ("auto", "off"):
         raise MlxconvError(
-            f"tile={tile}: a compiled VAE decodes whole pictures; leave --tile out, or compile "
+            f"tile={tile}: a compiled VAE decodes whole images; leave --tile out, or compile "
             "the denoiser alone (--compile program)"
         )
     return 0
@@ -156,9 +156,9 @@ def _scale(
 
 def _check_prompts(options: Options) -> None:
     if (options.prompt is None) == (options.embeddings is None):
-        raise ArgumentError("pass a prompt, or embeddings instead of it: one of the two")
+        raise ArgumentError("pass either a prompt or embeddings")
     if options.negative is not None and options.negative_embeddings is not None:
-        raise ArgumentError("pass negative, or negative_embeddings instead of it, not both")
+        raise ArgumentError("pass either negative or negative_embeddings")
     if not isinstance(options.negative, str | None):
         raise ArgumentError(f"negative is {options.negative!r:.80}: one string, for all prompts")
 

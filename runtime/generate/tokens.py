@@ -172,8 +172,8 @@ class TextTokenizer:
         found = None if token is None else self._tokenizer.token_to_id(str(token))
         if found is None:
             raise MlxconvError(
-                f"{self._folder / 'tokenizer_config.json'}: pad_token is {token!r}, which is no "
-                "token of tokenizer.json, and this pipeline pads prompts; get both files from the "
-                "model's source again"
+                f"{self._folder / 'tokenizer_config.json'}: pad_token is {token!r}, which is not "
+                "a token of tokenizer.json, but this pipeline pads prompts; get both files from "
+                "the model's source again"
             )
         return found, str(token)

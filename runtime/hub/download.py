@@ -188,12 +188,10 @@ class Remote:
         if unknown:
             raise MlxconvError(
                 f"{self.repo}@{self.commit[:7]}: has no file {unknown[0]} ({len(unknown)} of "
-                f"{len(wanted)} missing); it is not whole on the Hub"
+                f"{len(wanted)} missing); the repository is incomplete"
             )
         if not wanted:
-            raise MlxconvError(
-                f"{self.repo}@{self.commit[:7]}: nothing in it is what mlxconv looks for"
-            )
+            raise MlxconvError(f"{self.repo}@{self.commit[:7]}: has no files that mlxconv can use")
         return wanted
 
     def _check(self, path: str, file: Path) -> None:

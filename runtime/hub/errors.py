@@ -106,7 +106,7 @@ class _Explainer:
         if isinstance(error, errors.OfflineModeIsEnabled):
             return self._offline()
         if isinstance(error, errors.LocalTokenNotFoundError):
-            return f"{self.repo}: nobody is logged in to the Hub; {_LOGIN}"
+            return f"{self.repo}: you are not logged in to the Hub; {_LOGIN}"
         if isinstance(error, errors.LocalEntryNotFoundError | errors.DryRunError):
             return self._not_cached(error)
         if isinstance(error, errors.HfHubHTTPError):
@@ -117,7 +117,7 @@ class _Explainer:
             return self._broken(error)
         return self._other(error)
 
-    # ---- nobody answers
+    # ---- no answer
 
     def _offline(self) -> str:
         return (
@@ -177,8 +177,8 @@ class _Explainer:
     def _no_repository(self, error: Any) -> str:
         if _status(error) == 401:
             return (
-                f"{self.repo}: no such repository on the Hub, or a private one and nobody is "
-                f"logged in; check the name, or {_LOGIN}"
+                f"{self.repo}: no such repository on the Hub, or a private one and you are "
+                f"not logged in; check the name, or {_LOGIN}"
             )
         return (
             f"{self.repo}: no such repository on the Hub, or a private one that this account's "

@@ -14,9 +14,7 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ID_AT = re.compile(_ID.pattern + "@")
 _HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 _OTHER_KINDS = ("datasets", "spaces", "buckets", "collections", "papers")
-_EXPECTED = (
-    "expected ORG/NAME[@REVISION], hf://ORG/NAME[@REVISION][/FOLDER] or the address of its page"
-)
+_EXPECTED = "expected ORG/NAME[@REVISION], hf://ORG/NAME[@REVISION][/FOLDER] or the URL of its page"
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,8 @@ class HubName:
             return self
         if self.revision is not None:
             raise MlxconvError(
-                f"{self}: names revision {self.revision!r}, --revision {revision!r} another; "
-                "give one of them"
+                f"{self}: has revision {self.revision!r}, but --revision is {revision!r}; give "
+                "only one"
             )
         return replace(self, revision=revision)
 
@@ -61,8 +59,8 @@ def hub_name(source: str | Path) -> HubName | None:
         return None
     if Path(source).parent.is_dir():
         raise MlxconvError(
-            f"{source}: no such folder in {Path(source).parent}; the Hub's repository of that "
-            f"name is hf://{source}"
+            f"{source}: no such folder in {Path(source).parent}; for the Hub repository of that "
+            f"name use hf://{source}"
         )
     return _from_uri(f"hf://{source}") if at else _checked(source, HubName(source))
 
@@ -71,7 +69,7 @@ def _from_uri(source: str) -> HubName:
     rest = source.removeprefix("hf://").strip("/").removeprefix("models/")
     parts = rest.split("/")
     if parts[0] in _OTHER_KINDS:
-        raise MlxconvError(f"{source}: is no model repository; {_EXPECTED}")
+        raise MlxconvError(f"{source}: is not a model repository; {_EXPECTED}")
     if len(parts) < 2:
         raise MlxconvError(f"{source}: {_EXPECTED}")
     name, _, revision = parts[1].partition("@")

@@ -431,7 +431,7 @@ def validate(program: Program, where: str = "program") -> None:
             if missing:
                 raise MlxconvError(f"{at}: reads {sorted(missing)} before it is computed")
             if not known.isdisjoint(node.out) or len(set(node.out)) < len(node.out):
-                raise MlxconvError(f"{at}: gives a name to two values")
+                raise MlxconvError(f"{at}: gives two values the same name")
             known.update(node.out)
         missing = set(refs(body.outputs)) - known
         if missing:

@@ -115,11 +115,11 @@ def test_refusals(hub: Hub, seeded: Path, large: Path, tmp_path: Path) -> None:
         assert re.search(pattern, done.error), done.error
 
     refused("acme/none", reader, f"^acme/none: no such repository.*{hub.url}/acme/none")
-    refused("acme/none", nobody, "^acme/none: no such repository.*nobody is logged in.*HF_TOKEN")
+    refused("acme/none", nobody, "^acme/none: no such repository.*you are not logged in.*HF_TOKEN")
     page = f"accept its terms at {hub.url}/acme/gated"
     refused("acme/gated", nobody, f"^acme/gated: is gated: {page}, then log in")
     refused("acme/gated", reader, f"^acme/gated: is gated and this account has no access: {page}")
-    refused("acme/private", nobody, "a private one and nobody is logged in.*`hf auth login`")
+    refused("acme/private", nobody, "a private one and you are not logged in.*`hf auth login`")
     refused("acme/private", reader, "a private one that this account's token does not see")
     refused(REPO, bad, "the Hub does not accept the token .*Invalid credentials.*log in")
     refused(REPO, reader, "^acme/messy: has no revision 'v9', .*acme/messy/commits",
@@ -130,7 +130,7 @@ def test_refusals(hub: Hub, seeded: Path, large: Path, tmp_path: Path) -> None:
     refused(REPO, offline, "^acme/messy: is not whole in the local cache, and HF_HUB_OFFLINE=1")
     down = {**reader, "HF_ENDPOINT": dead_address(), "HF_HOME": str(tmp_path / "fresh")}
     refused(REPO, down, "^acme/messy: cannot reach http://127.0.0.1:.*check the connection")
-    refused(str(seeded), reader, "is a path, --revision is for repositories", "--revision", "x")
+    refused(str(seeded), reader, "a local path, and --revision applies only", "--revision", "x")
 
 
 def test_a_token_that_may_not_and_a_file_that_is_not_there(
@@ -146,7 +146,7 @@ def test_a_token_that_may_not_and_a_file_that_is_not_there(
     assert "has no file diffusion_pytorch_model.safetensors" in done.error, done.err
     hub.reset()
     done = run("acme/large", ".gguf", env=env, program=FETCH)
-    assert "nothing in it is what mlxconv looks for" in done.error
+    assert "has no files that mlxconv can use" in done.error
 
 
 # ---- failures of servers and connections

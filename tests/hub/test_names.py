@@ -33,7 +33,7 @@ PATHS = (
 )  # fmt: skip
 BAD = {
     "hf://name": "expected ORG/NAME",
-    "hf://datasets/org/name": "no model repository",
+    "hf://datasets/org/name": "not a model repository",
     "hf://org/name/../x": "expected ORG/NAME",
     "hf://org/na--me": "expected ORG/NAME",
     "https://example.com/org/name": "example.com is not the Hub",
@@ -66,7 +66,7 @@ def test_what_exists_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "org/name").mkdir(parents=True)
     assert hub_name("org/name") is None
     assert hub_name("hf://org/name") == HubName("org/name")
-    with pytest.raises(MlxconvError, match=r"no such folder in org; .* is hf://org/other"):
+    with pytest.raises(MlxconvError, match=r"no such folder in org; .* use hf://org/other"):
         hub_name("org/other")
     assert hub_name(Path("some/thing")) is None
 
@@ -75,5 +75,5 @@ def test_a_revision_is_said_once() -> None:
     name = HubName("org/name", "v1")
     assert name.at(None) == name == name.at("v1")
     assert HubName("org/name").at("v2").revision == "v2"
-    with pytest.raises(MlxconvError, match="names revision 'v1', --revision 'v2' another"):
+    with pytest.raises(MlxconvError, match="has revision 'v1', but --revision is 'v2'"):
         name.at("v2")

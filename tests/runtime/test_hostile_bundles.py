@@ -209,14 +209,14 @@ def test_a_component_is_a_folder_of_the_bundle(name: str, bundle: Path) -> None:
         manifest["components"] = {name: manifest["components"]["transformer"]}
 
     change_json(bundle / "mlxconv.json", rename)
-    with pytest.raises(MlxconvError, match="not a folder in this one"):
+    with pytest.raises(MlxconvError, match="not a folder inside this one"):
         open_bundle(bundle)
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda m: m.update(copied=[["vae"]]), "is not a folder in this one"),
+        (lambda m: m.update(copied=[["vae"]]), "is not a folder inside this one"),
         (lambda m: m.update(copied=None), "copied is None, not a list"),
         (lambda m: m.update(source_card=[]), r"source_card is \[\], not a dict"),
         (lambda m: m.update(revision=5), "revision is 5, not a str"),

@@ -39,7 +39,7 @@ def _class(parts: Parts, prompt: str) -> int:
         return int(prompt)
     near = difflib.get_close_matches(prompt, labels, n=5)
     raise MlxconvError(
-        f"{prompt!r} is no class of {parts.bundle.path}: give a number from 0 to {count - 1}"
+        f"{prompt!r} is not a class of {parts.bundle.path}: give a number from 0 to {count - 1}"
         + (
             f", or a label of its model_index.json: {', '.join(near or list(labels)[:5])}, ..."
             if labels

@@ -339,7 +339,7 @@ def test_pickles_with_code_are_refused_and_not_run(tmp_path: Path) -> None:
     torch.save({"a": Evil(tmp_path / "mark")}, tmp_path / "pytorch_model.bin")
     write_json(tmp_path / "config.json", {"architectures": ["T5EncoderModel"]})
 
-    text = fails(tmp_path, "pytorch_model.bin: refused, this pickle holds code.* safetensors")
+    text = fails(tmp_path, "pytorch_model.bin: refused: this pickle holds code.* safetensors")
 
     assert not (tmp_path / "mark").exists()
     assert len(text) < 500
@@ -591,7 +591,7 @@ def test_a_truncated_shard(sharded: Path) -> None:
     shard = sorted(sharded.glob("*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:-4])
 
-    fails(sharded, f"{shard.name}: header describes .* it is truncated, download it again")
+    fails(sharded, f"{shard.name}: header describes .* it is truncated; download it again")
 
 
 def edit_map(folder: Path, changes: dict[str, Any]) -> None:
@@ -624,7 +624,7 @@ def test_a_tensor_in_two_shards(sharded: Path) -> None:
 def test_an_index_that_leads_out_of_the_folder(sharded: Path, bad: Any) -> None:
     edit_map(sharded, {"new.weight": bad})
 
-    fails(sharded, "index.json: 'new.weight' is said to be in .* not trusted")
+    fails(sharded, "index.json: 'new.weight' is listed in .* refused, get the index")
 
 
 @pytest.mark.parametrize("value", [[], {}, {"weight_map": {}}, {"weight_map": [1]}])
@@ -665,7 +665,7 @@ def test_bundles_are_no_source(pipeline: Path, single: Path) -> None:
 def test_configs_of_mlx_are_no_source(single: Path, key: str) -> None:
     edit_json(single / "config.json", **{key: {"bits": 4}, "quantization_config": {"bits": 4}})
 
-    fails(single, f"has the entry '{key}', these weights are already converted for MLX")
+    fails(single, f"has the entry '{key}', so these weights are already converted for MLX")
 
 
 def test_weights_marked_as_mlx_are_no_source(single: Path) -> None:

@@ -177,8 +177,8 @@ def test_a_read_only_parent_is_a_clear_error(tmp_path: Path) -> None:
 
 def test_the_source_is_never_written_into_nor_replaced(tmp_path: Path) -> None:
     source = bundle(tmp_path / "a" / "source")
-    assert "is (in) the source" in refusal(source, source=source)
-    assert "is (in) the source" in refusal(source / "out", source=source)
+    assert "or inside it: choose another folder" in refusal(source, source=source)
+    assert "or inside it: choose another folder" in refusal(source / "out", source=source)
     assert "contains the source" in refusal(tmp_path / "a", source=source)
 
 

@@ -133,5 +133,5 @@ def test_integers_that_would_change_are_refused(
 
 
 def test_a_complex_parameter_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(MlxconvError, match=r"x\.weight: the model holds it as complex64"):
+    with pytest.raises(MlxconvError, match=r"x\.weight: the model uses complex64"):
         planned(tmp_path, np.ones((4, 4), np.complex64), "bf16", dtype="complex64")

@@ -156,7 +156,7 @@ def test_padding_without_a_padding_token_is_refused(tmp_path: Path) -> None:
     clip_whole(tmp_path)
     options = read_json(tmp_path / "tokenizer_config.json")
     _write(tmp_path / "tokenizer_config.json", {**options, "pad_token": "<nothing>"})
-    with pytest.raises(MlxconvError, match="pad_token is '<nothing>', which is no token"):
+    with pytest.raises(MlxconvError, match="pad_token is '<nothing>', which is not a token"):
         TextTokenizer(tmp_path).padded("cat", 10)
 
 

@@ -217,7 +217,7 @@ def test_the_answer_is_right_or_refused(model: type[Model], assumed: tuple[str, 
             assert not wrong(module, ours, size), size
         except MlxconvError as error:
             refused.add(size)
-            assert "decides by sizes what it computes, and was traced for " in str(error)
+            assert "branches on sizes and was traced for " in str(error)
             assert "given x.shape[" in str(error)
             assert "mlxconv add-size 'a bundle' --component model --dim " in str(error)
     assert bool(refused) == bool(assumed) and len(refused) < len(SIZES)

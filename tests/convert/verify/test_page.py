@@ -262,7 +262,7 @@ def test_the_command_writes_a_page_with_blocks(
     assert found.exit_code == 0, found.exception
     data = json.loads(found.stdout)
     assert [r["name"] for r in data["tiers"] if r["tier"] == "block"]
-    assert "holds no pipeline" in data["notes"][0]
+    assert "has no pipeline" in data["notes"][0]
     text = out.read_text(encoding="utf-8")
     assert secret not in text and "mlxconv verify ~/art --x" in text
     shown = Page(text)
@@ -291,7 +291,7 @@ def test_the_command_writes_a_page_with_pictures(
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MlxconvError, match="is a folder; --report takes the file"):
         check_place(tmp_path)
-    with pytest.raises(MlxconvError, match=r"no folder .*absent; make it first"):
+    with pytest.raises(MlxconvError, match=r"no folder .*absent; create it first"):
         check_place(tmp_path / "absent" / "report.html")
 
 

@@ -192,7 +192,7 @@ def test_noise_is_drawn_once_and_given_again_in_another_precision() -> None:
         first = torch.randn((2, 32), generator=seed, dtype=torch.bfloat16)
     with noise.drawn():
         again = torch.randn((2, 32), generator=seed)
-        with pytest.raises(MlxconvError, match="other noise"):
+        with pytest.raises(MlxconvError, match="different noise"):
             torch.randn((2, 32), generator=seed)
     assert again.dtype == torch.float32
     assert torch.equal(again, first.float())
@@ -229,7 +229,7 @@ def test_videos_are_pictures_and_sounds_are_not() -> None:
     video = run_pipeline(Anything(frames=frames), {}, 0)
     assert video.pixels is not None and video.pixels.shape == (5, 4, 6, 3)
     sound = run_pipeline(Anything(audios=frames), {}, 0)
-    with pytest.raises(MlxconvError, match=r"makes no pictures; use --tier trajectory"):
+    with pytest.raises(MlxconvError, match=r"makes no images; use --tier trajectory"):
         image_rows(Compared("", "", "torch", sound, sound), None)
 
 
@@ -240,7 +240,7 @@ def test_one_component_makes_no_pictures(
     pipeline_bundle: Bundles, pipeline_checkpoint: Path
 ) -> None:
     alone = pipeline_checkpoint / "transformer"
-    with pytest.raises(MlxconvError, match=r"transformer: holds no pipeline .*--tier forward"):
+    with pytest.raises(MlxconvError, match=r"transformer: has no pipeline .*--tier forward"):
         verify(pipeline_bundle("fp32"), alone, components=["transformer"], tier="image")
 
 
@@ -295,12 +295,12 @@ def test_a_bundle_without_programs_has_nothing_to_run(
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ({"tier": "picture"}, "measures forward, block, trajectory, image"),
-        ({"prompts": ["a cat"], "steps": 3}, "--prompt, --steps: of pictures, which --tier forw"),
+        ({"tier": "picture"}, "expected one of forward, block, trajectory, image"),
+        ({"prompts": ["a cat"], "steps": 3}, "--steps: applies to whole pipelines, which"),
         ({"tier": "image", "steps": 0}, "--steps 0: at least 1"),
         ({"tier": "image", "stream": True}, "--stream holds one block at a time"),
-        ({"tier": "trajectory", "dims": {"batch": 2}}, "--tier trajectory takes --size WxH"),
-        ({"page": "no/such/report.html"}, "no folder .*; make it first"),
+        ({"tier": "trajectory", "dims": {"batch": 2}}, "with --tier trajectory use --size WxH"),
+        ({"page": "no/such/report.html"}, "no folder .*; create it first"),
     ],
 )
 def test_options_that_do_not_go_together(asked: dict[str, Any], says: str) -> None:

@@ -389,7 +389,7 @@ def test_a_size_without_effect_is_refused(
     pipeline_bundle: Bundles, pipeline_checkpoint: Path
 ) -> None:
     options: Any = {"components": ["text_encoder"], "size": (64, 64)}
-    with pytest.raises(MlxconvError, match="pixels decide no size of text_encoder"):
+    with pytest.raises(MlxconvError, match="has no effect on the sizes of text_encoder"):
         verify(pipeline_bundle("fp32"), pipeline_checkpoint, **options)
     with pytest.raises(MlxconvError, match="too few pixels for FluxTransformer2DModel"):
         verify(pipeline_bundle("fp32"), pipeline_checkpoint, size=(8, 8))

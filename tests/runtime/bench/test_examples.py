@@ -62,7 +62,7 @@ def test_the_entry_of_the_batch_asked_for_is_taken() -> None:
     [
         (Sizes(dims={"depth": 3}), CONFIG, "no dim depth; it has batch, height"),
         (Sizes(pixels=(8, 8)), CONFIG, "8x8 pixels are too few"),
-        (Sizes(pixels=(64, 64)), {}, "give --dim NAME=SIZE, of batch, height, text_tokens, width"),
+        (Sizes(pixels=(64, 64)), {}, "use --dim NAME=SIZE with batch, height, text_tokens, width"),
         (Sizes(dims={"height": 2}), {}, "no size is known for img_shapes_0_1, text_tokens, width"),
     ],
 )

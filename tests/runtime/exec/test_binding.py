@@ -103,7 +103,7 @@ def test_sizes_choose_the_entry_that_was_traced_for_them() -> None:
     with pytest.raises(NoSuchSize) as refused:
         bind(program, "forward", {"frames": [mx.zeros((4, 4))], "count": 9}, "float32")
     assert str(refused.value) == (
-        "Model.forward: the class decides by sizes what it computes, and was traced for "
+        "Model.forward: the class branches on sizes and was traced for "
         "frames.0.shape[0] >= 5; given frames.0.shape[0] = 4. Sizes in this bundle: {'n': 2}."
     )
     assert refused.value.axes == {("frames.0", 0), ("count", 0)}

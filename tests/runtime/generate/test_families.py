@@ -175,7 +175,7 @@ def test_any_prompt_is_taken(pair: Pair) -> None:
     """Empty, not of the tokenizer's alphabet, or too long: then its end is cut, and it is told."""
     assert pair.make("", steps=1).notes == []
     if pair.name == "dit":
-        with pytest.raises(MlxconvError, match=r"'a cat' is no class of .* 0 to 999, or a label"):
+        with pytest.raises(MlxconvError, match=r"'a cat' is not a class .* 0 to 999, or a label"):
             pair.make("a cat")
         return
     assert np.isfinite(pair.make("猫 на диване 🛋", steps=1).pixels).all()
@@ -268,7 +268,7 @@ def test_embeddings_that_do_not_fit_are_refused(pair: Pair) -> None:
         with pytest.raises(MlxconvError, match=says):
             pair.make(None, embeddings=embeddings)
     whole = {"encoder_hidden_states": hidden, "pooled_projections": pooled}
-    with pytest.raises(MlxconvError, match="pass a prompt, or embeddings"):
+    with pytest.raises(MlxconvError, match="pass either a prompt or embeddings"):
         pair.make(embeddings=whole)
     with pytest.raises(MlxconvError, match="not both"):
         pair.make(negative="", negative_embeddings=whole)

@@ -98,7 +98,7 @@ torch.rand(1, generator=USED)
         ({"seed": -1}, "seed is -1: 0 or more"),
         ({"seed": "7"}, "seed is '7': an integer, or a torch.Generator"),
         ({"seed": 1.5}, "seed is 1.5: an integer, or a torch.Generator"),
-        ({"seed": [1, 2]}, "2 seeds for 3 pictures of 3 prompts: give one seed, or one a picture"),
+        ({"seed": [1, 2]}, "2 seeds for 3 pictures of 3 prompts: give one seed, or one per image"),
         ({"seed": []}, "0 seeds for 3 pictures"),
         ({"generator": USED}, "has drawn numbers before: pass a new one, or seed"),
         ({"generator": SimpleNamespace(initial_seed=int, device="mps")}, "the generator is on mps"),

@@ -142,11 +142,11 @@ def test_what_contradicts_itself_is_a_usage_error(
     [
         ("x.gif", ["a"], r"ends in \.png, \.jpg, \.jpeg, \.webp, or a folder"),
         ("x", ["a"], "a folder that exists or ends in /"),
-        ("absent/x.png", ["a"], "no folder .*absent; make it first"),
-        ("absent/x/", ["a"], "no folder .*absent; make it first"),
+        ("absent/x.png", ["a"], "no folder .*absent; create it first"),
+        ("absent/x/", ["a"], "no folder .*absent; create it first"),
         ("x.png", ["--prompts", "-"], "the file has no prompts; write one per line"),
-        ("x.png", ["--like", __file__], "not a picture that can be read"),
-        ("x.png", ["--like", "docs/demo.png"], "does not say how it was made"),
+        ("x.png", ["--like", __file__], "not an image that can be read"),
+        ("x.png", ["--like", "docs/demo.png"], "stores no settings"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_is_loaded(
@@ -175,7 +175,7 @@ def test_several_pictures_are_named_by_one_rule(tmp_path: Path) -> None:
     ):
         assert [file.name for file in target_names(out, records)] == names
     shown = " ".join(CliRunner().invoke(cli, ["generate", "--help"]).stdout.split())
-    assert "named NAME-SEED.png, of several prompts NAME-1-SEED.png; in a folder without" in shown
+    assert "named NAME-SEED.png, with several prompts NAME-1-SEED.png; in a folder without" in shown
 
 
 @pytest.mark.parametrize(

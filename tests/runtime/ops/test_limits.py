@@ -134,7 +134,7 @@ def test_arguments_are_checked_when_a_program_is_loaded(
 
 def test_two_values_of_one_name_are_refused() -> None:
     twice = [Node("neg", ("y",), {"x": Ref("x")})] * 2
-    with pytest.raises(MlxconvError, match="gives a name to two values"):
+    with pytest.raises(MlxconvError, match="gives two values the same name"):
         validate(_program(*twice))
 
 
