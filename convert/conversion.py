@@ -45,17 +45,18 @@ def convert(
 ) -> ConvertReport:
     """Convert a diffusers pipeline folder, or one component's folder, to an MLX bundle.
 
-    The bundle appears whole at `out` or not at all. Raises MlxconvError for everything a user can
-    mend; the message says how.
+    The bundle appears whole at `out` or not at all. Raises MlxconvError for every error that a
+    user can fix; the message says how.
 
-    source: also a repository of the Hub, ORG/NAME, at `revision`. q: precision of the denoiser, as
-    "bf16" or "4bit" (or 4), or a policy FILE.toml; text_encoder_q and vae_q: of the others.
-    group_size: weights that share a scale. components: names to convert; the rest is copied. keep:
-    anchored globs on modules that stay unquantized. set: bits by such globs, {"blocks.*.ff.**": 8}.
-    sizes: (width, height) in pixels, for classes that fix theirs. recipe, model_class: for classes
-    of other packages. method: how quantized values are chosen. target_size: gigabytes, instead of
-    q. force replaces a bundle; dry_run writes none, and traces with `trace` alone; weights_only
-    traces no program. progress: say on stderr what is done. command: recorded in the bundle.
+    source: also a repository of the Hub, ORG/NAME, at `revision`. q: precision of the denoiser,
+    such as "bf16" or "4bit" (or 4), or a policy FILE.toml; text_encoder_q, vae_q: of the others.
+    group_size: number of weights that share a scale. components: names to convert; the others are
+    copied. keep: anchored globs on modules that stay unquantized. set: bits by such globs,
+    {"blocks.*.ff.**": 8}. sizes: (width, height) in pixels, for classes with a fixed size. recipe,
+    model_class: for classes of your own. method: how quantized values are chosen. target_size:
+    largest size in gigabytes, instead of q. force replaces a bundle; dry_run writes none, and
+    traces with `trace` alone; weights_only traces no program. progress: report progress on stderr.
+    command: recorded in the bundle.
     """
     started = time.perf_counter()
     chosen, target = ConvertOptions(**_plain(q, set, options)), Path(out)

@@ -6,4 +6,4 @@ class MlxconvError(Exception):
 
 
 class ArgumentError(MlxconvError):
-    """Arguments that are wrong, alone or together, whatever the files hold: a usage error."""
+    """Arguments that are wrong regardless of what the files contain: a usage error."""

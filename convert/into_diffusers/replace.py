@@ -57,11 +57,11 @@ def into_diffusers(
     dtype: str | None = None,
     compile: str = "program",
 ) -> Any:
-    """Replace the modules of a loaded diffusers pipeline by those of its bundle; returns `pipe`.
+    """Replace the modules of a loaded diffusers pipeline with those of a bundle; returns `pipe`.
 
     components: names to replace; by default all that the bundle has with a program. dtype and
-    compile: see `load_component`. Results come in the modules' own dtype. MlxconvError when the
-    bundle is of another pipeline.
+    compile: see `load_component`. Outputs have the dtype of the replaced modules. Raises
+    MlxconvError if the bundle was made from another pipeline.
     """
     opened = open_bundle(bundle)
     found = [n for n in opened.manifest["components"] if (opened.path / n / PROGRAM_FILE).is_file()]

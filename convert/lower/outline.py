@@ -271,7 +271,7 @@ def _on_cycles(units: list[Node | _Member], deps: list[set[int]], left: set[int]
 
 @dataclass(slots=True)
 class _Library:
-    """Blocks by what they do, whatever the paths of the modules that they came from."""
+    """Blocks by what they compute, regardless of the paths of their modules."""
 
     blocks: dict[str, Block] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)

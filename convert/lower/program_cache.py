@@ -65,7 +65,7 @@ def versions() -> dict[str, str]:
 
 
 def unpatched() -> bool:
-    """Whether nobody in this process can have changed the classes that an entry speaks of."""
+    """Whether the classes that an entry depends on are unchanged in this process."""
     return not any(name in sys.modules for name in _TRACERS)
 
 

@@ -342,7 +342,7 @@ def quantize(weight: mx.array, precision: Precision, method: str = "refit") -> Q
     against `weight` is kept, so no group is worse than with "rtn".
     "search": the same with more iterations, and from a clipped range too.
 
-    Beyond the result it holds some 10 MB, whatever the matrix.
+    Needs about 10 MB beyond the result, for a matrix of any size.
     A group with NaN or infinity gets a scale of NaN or infinity: it stays visible.
     """
     _check_quantizable(weight.shape, precision, method)

@@ -125,7 +125,7 @@ class PrecisionRules:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that mlxconv must be told about a class to trace it."""
+    """What mlxconv needs to know about a class to trace it."""
 
     class_name: str
     library: str

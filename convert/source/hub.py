@@ -59,8 +59,9 @@ class Asked:
 class Download:
     """The weights of a checkpoint of the Hub: where each lies in it, and how they get here.
 
-    `weights`: path in the private folder -> path in the repository. `shelf`: where files of a
-    low-disk run lie, one at a time. `sealed`: why nothing may be fetched, "" if it may.
+    `weights`: path in the private folder -> path in the repository. `shelf`: folder for the files
+    of a low-disk run, one at a time. `sealed`: the reason why downloads are disabled, "" if they
+    are not.
     """
 
     remote: Remote

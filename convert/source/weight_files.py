@@ -172,7 +172,7 @@ def _choose_variant(
 
 
 def _files_of(chosen: _FileSet, folder: Path, names: Collection[str], prefer_index: bool) -> Chosen:
-    """diffusers takes the index where a single file lies beside it, transformers the file."""
+    """Given an index and a single file, diffusers reads the index and transformers the file."""
     if chosen.single and not (chosen.index and prefer_index):
         return Chosen(chosen.variant, [chosen.single])
     if chosen.index:

@@ -1,4 +1,4 @@
-"""Options of `convert` that would change nothing: refused, so that nobody takes them for heeded."""
+"""Refuses options of `convert` that would have no effect."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A bundle that is written in more than one run: what is finished stays, and is gone on from.
 
 Beside the bundle-to-be lies `.NAME.unfinished/`: `bundle/`, what is written of it so far; `shelf/`,
-the source file in hand; and `journal.jsonl`, a line for each lot of tensors that is on the disk
+the source file being read; and `journal.jsonl`, a line for each lot of tensors that is on the disk
 for good, under a first line that says what the bundle is made of and how.
 """
 

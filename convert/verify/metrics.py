@@ -170,7 +170,7 @@ class Row:
 
     @property
     def judged(self) -> bool:
-        """False for what quantization cost, which is only reported beside the runtime's row."""
+        """False for the quantization error, which is reported but not judged."""
         return not self.note.startswith(QUANTIZATION_ERROR)
 
 

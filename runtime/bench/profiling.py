@@ -174,7 +174,7 @@ def _sizes(settings: Settings, component: LoadedComponent) -> Sizes:
 
 
 def _compute(output: Any) -> None:
-    """Evaluate whatever a program gives."""
+    """Evaluate the outputs of a program."""
     outputs = output if isinstance(output, (tuple, list)) else [output]
     mx.eval([value for value in outputs if isinstance(value, mx.array)])
 

@@ -56,7 +56,7 @@ def observe(node: Node, prefix: str, args: Mapping[str, Any], results: Any) -> N
 
 @dataclass(slots=True)
 class _Step:
-    """One node, ready to run: what to call, with what, and which values nobody reads after it."""
+    """One node, ready to run: its function, its arguments, and the values it is last to read."""
 
     node: Node
     function: Callable[..., Any]

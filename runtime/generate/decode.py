@@ -1,6 +1,6 @@
 """What may decode latents in place of a pipeline's own VAE: a tiny autoencoder, or a linear map.
 
-Both take the VAE's place in `Parts`, so that a family unpacks and scales latents as ever.
+Both take the VAE's place in `Parts`, so that a family unpacks and scales latents as usual.
 """
 
 from collections.abc import Iterator, Mapping

@@ -77,25 +77,25 @@ class Pipeline:
 
     @takes(Options, DIFFUSERS_NAMES)
     def __call__(self, options: Options) -> Pictures:
-        """Pictures of a prompt, or of each of several.
+        """Generate images for one prompt, or for each of several.
 
-        The noise of a seed is torch's own, so pictures can be compared with those of diffusers.
+        A seed gives the same noise as in torch, so images can be compared with those of diffusers.
         `num_inference_steps`, `guidance_scale`, `negative_prompt`, `num_images_per_prompt`,
         `generator`, `true_cfg_scale` and `max_sequence_length` are taken for steps, guidance,
-        negative, count, seed, cfg and tokens. MlxconvError for what cannot be made.
+        negative, count, seed, cfg and tokens. Raises MlxconvError for what cannot be generated.
 
         guidance: the pipeline's `guidance_scale`. cfg: scale of true classifier-free guidance, of
         FLUX.1 and Qwen-Image with a negative prompt. cfg_end: the part of the schedule after which
-        no negative prompt is read. width, height: in pixels. seed: of the first picture, the next
-        has the next; or one a picture; None: a random one, which the result names. count: pictures
-        a prompt. batch: pictures of a prompt in one call of the denoiser. tokens: of the longest
-        text encoder. scheduler: another class than the checkpoint's, or a name as `DPM++ 2M
-        Karras`, see `with_class`. sigmas, timesteps: noise levels of a schedule of one's own.
-        decoder: `tiny`, or the path of a converted autoencoder, instead of the VAE. tile: large
-        pictures are decoded in strips of rows: `auto`, `off`, or how many MB each may need.
-        preview: shown the pictures that steps predict, by `decoder` or a linear map, in at most a
-        fifth of the time. embeddings, negative_embeddings: instead of prompts, arrays by the names
-        of `pipeline.family.embeddings`. conditioning: SDXL's `original_size`, `target_size` and
+        the negative prompt is ignored. width, height: in pixels. seed: of the first image, counting
+        up for the next ones, or one per image; None: a random one, which the result names. count:
+        images per prompt. batch: images of a prompt in one call of the denoiser. tokens: of the
+        longest text encoder. scheduler: another class than the checkpoint's, or a name as `DPM++ 2M
+        Karras`, see `with_class`. sigmas, timesteps: a custom schedule. decoder: `tiny`, or the
+        path of a converted autoencoder, instead of the VAE. tile: large pictures are decoded in
+        strips of rows: `auto`, `off`, or how many MB each may need. preview: called with the image
+        that each step predicts, by `decoder` or a linear map, using at most a fifth of the time.
+        embeddings, negative_embeddings: instead of prompts, arrays by the names of
+        `pipeline.family.embeddings`. conditioning: SDXL's `original_size`, `target_size` and
         `crops_coords_top_left`, as in diffusers. callback: after each step. listener: called with
         each phase and how far it is. loop: when steps are evaluated, and whether embeddings,
         latents and pixels are checked for NaN and infinity.
@@ -103,7 +103,7 @@ class Pipeline:
         return self.run(self.plan(options))
 
     def plan(self, options: Options) -> Plan:
-        """What will be made; MlxconvError for what cannot be."""
+        """Check the options and decide everything; raises MlxconvError for what cannot be made."""
         return plan_pictures(self.parts, self.family, options)
 
     def run(self, plan: Plan) -> Pictures:
@@ -333,7 +333,7 @@ def load(
     float32 where the others are bfloat16, see `Parts.precise_enough`. keep: hold text encoders in
     memory between prompts. compile: the denoiser's step as a whole (`program`), by blocks (`block`)
     or not at all (`off`); `all` compiles text encoders and the VAE too, which then decodes whole
-    pictures. MlxconvError when the bundle's pipeline has no native family.
+    pictures. Raises MlxconvError if `generate` does not support the pipeline.
     """
     return Pipeline(bundle, dtype=dtype, vae_dtype=vae_dtype, keep=keep, compile=compile)
 

@@ -31,7 +31,7 @@ class Plan:
 
 
 def plan_pictures(parts: Parts, family: Family, options: Options) -> Plan:
-    """What will be made; MlxconvError for what cannot be."""
+    """Check the options and decide everything; raises MlxconvError for what cannot be made."""
     own, steps = family.defaults(parts), options.steps
     _check_prompts(options)
     pull = own.guidance if options.guidance is None else options.guidance

@@ -27,7 +27,7 @@ def arange(start: Number, stop: Number, step: Number, dtype: str) -> mx.array:
 def linspace(start: float, stop: float, count: int, dtype: str) -> mx.array:
     """`count` evenly spaced numbers from start to stop, both included.
 
-    In float32 with PyTorch's rounding: frequencies are powers of these, so the last bit tells.
+    In float32 with PyTorch's rounding: frequencies are powers of these, so the last bit matters.
     """
     count = counted(count)
     if dtype != "float32" or count < 2:

@@ -50,7 +50,7 @@ def upsample_nearest(
     """x (batch, channels, *size) resampled to `sizes`, or by `scales`, by the nearest element."""
     for axis, size, out, scale in _lengths(x, sizes, scales):
         if not size:
-            continue  # nothing gives nothing, along whatever axis
+            continue  # an empty array stays empty along any axis
         if out % size == 0 and scale in (None, out / size):
             x = mx.repeat(x, out // size, axis) if out != size else x
         else:

@@ -2,7 +2,7 @@
 
 A rule looks at one node whose arguments are already rewritten, and may look back at the nodes that
 made them. It returns what to read instead of the node's outputs, or None to leave it alone. Nodes
-that nobody reads any more are dropped afterwards, so a rule never deletes anything.
+that are no longer read are dropped afterwards, so a rule never deletes anything.
 """
 
 from __future__ import annotations

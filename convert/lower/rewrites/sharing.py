@@ -1,4 +1,4 @@
-"""Nodes that nobody reads, nodes computed twice, sizes read from several places."""
+"""Removes unused nodes, nodes computed twice, and sizes read from several places."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Parts:
         return "float32" if upcast else self.dtype
 
     def release(self, name: str) -> None:
-        """Let a component's weights go."""
+        """Free a component's weights."""
         if name in self._loaded:
             self._loaded.pop(name).executor.weights.release()
             mx.clear_cache()
@@ -153,7 +153,7 @@ def _never(parts: Parts) -> bool:
 class Family:
     """A pipeline's own steps. `schedule` takes the scheduler, which a caller may have changed.
 
-    encoders: components that read the prompt, let go after it; optional: those that a checkpoint
+    encoders: components that read the prompt, freed afterwards; optional: those that a checkpoint
     may lack. embeddings: what they make of it, by name, and its shape: sizes are expressions of the
     denoiser's configuration, other words are free.
     encode: prompt -> embeddings. negative: the same, where a negative prompt is encoded in another
