@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ class UploadReport:
                 lines.append(f"not checked: {self.not_checked}")
         else:
             changed = f"{len(data['changed'])} sent, {format_bytes(data['changed_bytes'])}"
-            lines.append(f"{total}: every checksum on the Hub is that of the file here; {changed}")
+            lines.append(f"{total}: every checksum on the Hub is that of the file sent; {changed}")
             lines.append(f"published: {data['url']} at commit {data['commit'][:12]}")
         return "\n".join(lines)
 
@@ -157,15 +158,16 @@ def publish(
     notes = _notes(origin, licence, measured)
     for note in notes:
         say(note)
-    _tidy_manifest(bundle, origin, facts)
-    card = _describe(bundle, options, origin, licence, measured)
-    listing = list_bundle(bundle, current_token())
-    if dry_run:
-        sent, deleted = None, state_of(destination, listing).stale if destination else ()
-    else:
-        assert destination is not None
-        sent = send(destination, listing, f"Upload {bundle.path.name} by mlxconv", say)
-        deleted = sent.deleted
+    keep = not (dry_run and options.base_model)
+    with _publishable_manifest(bundle, origin, facts, keep=keep):
+        card = _describe(bundle, options, origin, licence, measured)
+        listing = list_bundle(bundle, current_token())
+        if dry_run:
+            sent, deleted = None, state_of(destination, listing).stale if destination else ()
+        else:
+            assert destination is not None
+            sent = send(destination, listing, f"Upload {bundle.path.name} by mlxconv", say)
+            deleted = sent.deleted
     return UploadReport(
         options, destination, card, licence, measured, listing, sent, deleted, notes, not_checked
     )
@@ -270,16 +272,32 @@ def _describe(
     return card
 
 
-def _tidy_manifest(bundle: Bundle, origin: Origin, facts: dict[str, Any]) -> None:
-    """Complete what the manifest says of the source, and take local paths out."""
+@contextmanager
+def _publishable_manifest(
+    bundle: Bundle, origin: Origin, facts: dict[str, Any], *, keep: bool
+) -> Iterator[None]:
+    """Meanwhile the manifest is the one to publish, without local paths.
+
+    Afterwards it names its own source again, which `verify` uses; with `keep` it has learned the
+    base model and what the source's card states.
+    """
     manifest = bundle.manifest
     before = dict(manifest)
-    manifest["source"] = origin.label
-    manifest["source_card"] = facts
+    learned: dict[str, Any] = {"source_card": facts}
     if origin.repo is not None:
-        manifest["base_model"] = origin.repo
-    if manifest.get("command"):
-        manifest["command"] = without_home(without_token(manifest["command"], current_token()))
+        learned["base_model"] = origin.repo
+    source = origin_of(str(before["source"]), before.get("revision")).label
+    manifest |= {**learned, "source": source}
+    if before.get("command"):
+        manifest["command"] = without_home(without_token(before["command"], current_token()))
+    _write_manifest(bundle.path, manifest, before)
+    try:
+        yield
+    finally:
+        _write_manifest(bundle.path, {**before, **(learned if keep else {})}, manifest)
+
+
+def _write_manifest(folder: Path, manifest: dict[str, Any], before: dict[str, Any]) -> None:
     if manifest != before:
-        with whole(bundle.path / MANIFEST) as partial:
+        with whole(folder / MANIFEST) as partial:
             write_json(partial, manifest)

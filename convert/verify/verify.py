@@ -180,7 +180,7 @@ def _remember(bundle: Bundle, report: ParityReport, against: str | Path) -> None
     manifest = bundle.manifest
     if bundle.remote is not None or not is_recorded_source(bundle, against):
         return
-    origin = origin_of(str(manifest["source"]), manifest["revision"], manifest.get("base_model"))
+    origin = origin_of(str(manifest["source"]), manifest["revision"])
     try:
         save_parity(bundle, report, origin.label)
     except MlxconvError as error:
@@ -202,7 +202,7 @@ def measure(bundle: Path, source: str, *, known: bool = False, **options: Any) -
     largest = max(part.parameters for part in inspect(held.path).components.values())
     streamed = {"stream": True} if 4 * largest > MEMORY_BYTES / 4 else {}
     report = verify(bundle, _without_revision(source), **{**streamed, **options})
-    origin = origin_of(str(manifest["source"]), manifest["revision"], manifest.get("base_model"))
+    origin = origin_of(str(manifest["source"]), manifest["revision"])
     save_parity(held, report, origin.label)
     return report
 

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from mlxconv.convert.publish.listing import list_bundle
+from mlxconv.convert.source.hub import recorded_source
 from mlxconv.runtime.bundle import open_bundle
 from mlxconv.runtime.errors import MlxconvError
 
@@ -117,6 +118,25 @@ def test_a_dry_run_without_network_does_what_needs_none(
     without = make_bundle(bundle.with_name("bare"), source_card={}, source="/a/folder")
     refused = run("upload", without, REPO, "--dry-run", env={**env, **how})
     assert refused.code == 1 and "give the licence it is under by --license ID" in refused.err
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_bundle_still_knows_its_source_after_an_upload(
+    dry_run: bool, hub: Hub, tmp_path: Path, env: Env
+) -> None:
+    source = tmp_path / "checkpoint"
+    source.mkdir()
+    bundle = make_bundle(tmp_path / "local", source=str(source), revision=None)
+    before = json.loads((bundle / "mlxconv.json").read_text(encoding="utf-8"))
+    options = ["--base-model", "acme/base", *(["--dry-run"] if dry_run else [])]
+    assert run("upload", bundle, REPO, *options, env=env).code == 0
+    after = json.loads((bundle / "mlxconv.json").read_text(encoding="utf-8"))
+    assert after == (before if dry_run else {**before, "base_model": "acme/base"})
+    assert recorded_source(open_bundle(bundle)) == str(source)
+    if not dry_run:
+        sent = json.loads(hub.repos.contents(hub.repos[REPO], "mlxconv.json"))
+        assert (sent["source"], sent["base_model"]) == ("checkpoint", "acme/base")
+        assert json.loads(run("upload", bundle, REPO, "--json", env=env).out)["changed"] == []
 
 
 def test_a_dry_run_lists_what_would_be_deleted(hub: Hub, bundle: Path, env: Env) -> None:
