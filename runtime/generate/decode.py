@@ -14,7 +14,7 @@ import numpy as np
 from ..bundle import LoadedComponent, load_component
 from ..errors import ArgumentError, MlxconvError
 from ..exec.executor import Executor
-from .families.family import Parts
+from .families.parts import Parts
 
 TINY = "tiny_vae"  # the folder in a bundle that `tiny` names
 _POOLED = 16  # latents a side, of the small picture that a linear map is fitted to

@@ -14,7 +14,7 @@ from PIL import Image
 
 from ..errors import ArgumentError
 from .denoise import Callback, LoopSettings, Progress
-from .families.family import Inputs
+from .families.parts import Inputs
 from .phases import Listener
 
 Preview = Callable[[Image.Image, Progress], None]

@@ -17,7 +17,8 @@ from ..bundle import default_dtype, fingerprint
 from ..errors import ArgumentError, MlxconvError
 from ..files import whole
 from ..machine import described
-from .families.family import Family, Parts, Request
+from .families.family import Family
+from .families.parts import Parts, Request
 from .plan import Plan
 
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}

@@ -21,7 +21,7 @@ from .decode import LinearDecoder, standing_in
 from .denoise import Callback, LoopSettings, Noise, Progress, denoise
 from .families import family_of
 from .families.embeddings import embedded
-from .families.family import Defaults, Inputs, Parts, Request
+from .families.parts import Defaults, Inputs, Parts, Request
 from .guidance import Guided
 from .noise import Generator
 from .options import DIFFUSERS_NAMES, Options, takes

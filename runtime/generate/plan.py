@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from ..errors import ArgumentError, MlxconvError
 from ..schedulers import Scheduler, with_class
 from .decode import TinyDecoder, find_decoder
-from .families.family import Defaults, Family, Parts, Request
+from .families.family import Family
+from .families.parts import Defaults, Parts, Request
 from .options import Options
 from .tiling import work_of
 

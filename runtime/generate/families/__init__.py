@@ -1,32 +1,32 @@
 """What a pipeline does around the loop: prompt, packing, guidance, decoding. One file a family."""
 
 from ...errors import MlxconvError
-from .chroma import CHROMA
-from .dit import DIT
+from .chroma import Chroma
+from .dit import Dit
 from .family import Family
-from .flux import FLUX
-from .flux2 import FLUX2, FLUX2_KLEIN
-from .pixart import PIXART_SIGMA
-from .qwen_image import QWEN_IMAGE
-from .sana import SANA
-from .stable_diffusion import STABLE_DIFFUSION
-from .stable_diffusion_3 import STABLE_DIFFUSION_3
-from .stable_diffusion_xl import STABLE_DIFFUSION_XL
-from .z_image import Z_IMAGE
+from .flux import Flux
+from .flux2 import Flux2, Flux2Klein
+from .pixart import PixArtSigma
+from .qwen_image import QwenImage
+from .sana import Sana
+from .stable_diffusion import StableDiffusion
+from .stable_diffusion_3 import StableDiffusion3
+from .stable_diffusion_xl import StableDiffusionXL
+from .z_image import ZImage
 
 FAMILIES: dict[str, Family] = {
-    "FluxPipeline": FLUX,
-    "Flux2Pipeline": FLUX2,
-    "Flux2KleinPipeline": FLUX2_KLEIN,
-    "StableDiffusionPipeline": STABLE_DIFFUSION,
-    "StableDiffusionXLPipeline": STABLE_DIFFUSION_XL,
-    "StableDiffusion3Pipeline": STABLE_DIFFUSION_3,
-    "ChromaPipeline": CHROMA,
-    "DiTPipeline": DIT,
-    "PixArtSigmaPipeline": PIXART_SIGMA,
-    "QwenImagePipeline": QWEN_IMAGE,
-    "SanaPipeline": SANA,
-    "ZImagePipeline": Z_IMAGE,
+    "FluxPipeline": Flux(),
+    "Flux2Pipeline": Flux2(),
+    "Flux2KleinPipeline": Flux2Klein(),
+    "StableDiffusionPipeline": StableDiffusion(),
+    "StableDiffusionXLPipeline": StableDiffusionXL(),
+    "StableDiffusion3Pipeline": StableDiffusion3(),
+    "ChromaPipeline": Chroma(),
+    "DiTPipeline": Dit(),
+    "PixArtSigmaPipeline": PixArtSigma(),
+    "QwenImagePipeline": QwenImage(),
+    "SanaPipeline": Sana(),
+    "ZImagePipeline": ZImage(),
 }
 
 

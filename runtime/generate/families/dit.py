@@ -4,29 +4,39 @@ Guidance is away from the null class, which is also the empty prompt, or from an
 """
 
 import difflib
+from typing import ClassVar
 
 import mlx.core as mx
 
 from ...errors import MlxconvError
 from ..noise import Generator
-from .family import Defaults, Family, Inputs, Parts, Request, as_encoded
-from .images import mean_of, noise_as, own_schedule, own_times, plain_decode, plain_shape, vae_scale
+from .family import MeanOf
+from .images import noise_as, patched_defaults, plain_shape
+from .parts import Defaults, Inputs, Parts, Request, Shapes
 
 
-def _defaults(parts: Parts) -> Defaults:
-    scale, config = vae_scale(parts.config("vae")), parts.config("transformer")
-    size = config["sample_size"] * scale
-    return Defaults(size, size, 50, 4.0, scale * config["patch_size"])
+class Dit(MeanOf):
+    encoders = ()
+    embeddings: ClassVar[Shapes] = {"class_labels": (1,)}
+    takes_tokens = False
+
+    def defaults(self, parts: Parts) -> Defaults:
+        return patched_defaults(parts, 50, 4.0)
+
+    def encode(self, parts: Parts, prompt: str, request: Request) -> Inputs:
+        return {"class_labels": mx.array([_class(parts, prompt.strip())])}
+
+    def start(
+        self, parts: Parts, request: Request, generator: Generator, prompt: Inputs
+    ) -> mx.array:
+        dtype = parts.component("transformer").dtype
+        return noise_as(dtype, generator, plain_shape(parts, request))
 
 
 def _labels(parts: Parts) -> dict[str, int]:
     """Classes by label: model_index.json has several labels a class, between commas."""
     named = parts.index.get("id2label") or {}
     return {label.strip(): int(n) for n, labels in named.items() for label in labels.split(",")}
-
-
-def _encode(parts: Parts, prompt: str, request: Request) -> Inputs:
-    return {"class_labels": mx.array([_class(parts, prompt.strip())])}
 
 
 def _class(parts: Parts, prompt: str) -> int:
@@ -46,24 +56,3 @@ def _class(parts: Parts, prompt: str) -> int:
             else "; its model_index.json has no labels (id2label)"
         )
     )
-
-
-def _start(parts: Parts, request: Request, generator: Generator, prompt: Inputs) -> mx.array:
-    dtype = parts.component("transformer").dtype
-    return noise_as(dtype, generator, plain_shape(parts, request))
-
-
-DIT = Family(
-    "transformer",
-    (),
-    {"class_labels": (1,)},
-    _defaults,
-    _encode,
-    _start,
-    as_encoded,
-    own_schedule,
-    own_times,
-    plain_decode,
-    prediction=mean_of,
-    takes_tokens=False,
-)

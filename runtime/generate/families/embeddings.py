@@ -9,7 +9,8 @@ import numpy as np
 from ...errors import MlxconvError
 from ...exec.finite import is_finite
 from ...program.expressions import evaluate, names_in
-from .family import Family, Inputs, Parts, Request
+from .family import Family
+from .parts import Inputs, Parts, Request
 
 
 def embedded(
@@ -34,7 +35,7 @@ def embedded(
     unasked = family.unasked(parts, own) if request.negative is None else None
     if unasked is None:
         _check_encoders(family, parts, "negative_embeddings")
-        unasked = (family.negative or family.encode)(parts, request.negative or "", request)
+        unasked = family.negative(parts, request.negative or "", request)
     yield unasked
 
 

@@ -4,7 +4,7 @@ The templates are the chat templates of Mistral and Qwen3 for one message of a u
 thinking off. Klein's guidance is classifier-free, and off where a checkpoint is distilled.
 """
 
-from functools import partial
+from typing import ClassVar
 
 import mlx.core as mx
 
@@ -12,9 +12,9 @@ from ...errors import MlxconvError
 from ...exec.weights import arrays_of
 from ...schedulers import Schedule, Scheduler
 from ..noise import Generator
-from .family import Defaults, Family, Inputs, Parts, Request
-from .flux import grid
-from .images import flow_times, image_ids, noise_as, pixels, shifted_flow, trained_size, vae_scale
+from .flux import Packed
+from .images import image_ids, noise_as, pixels, shifted_flow, trained_size
+from .parts import Defaults, Inputs, Parts, Request, Shapes
 
 _TOKENS = 512
 _MISTRAL = (
@@ -29,49 +29,73 @@ def _distilled(parts: Parts) -> bool:
     return bool(parts.index.get("is_distilled", False))
 
 
-def _defaults(parts: Parts) -> Defaults:
-    scale = vae_scale(parts.config("vae"))
-    size = trained_size(parts, 2 * scale)
-    return Defaults(size, size, 4 if _distilled(parts) else 50, 4.0, 2 * scale)
+class Flux2(Packed):
+    """layers: of the text encoder, whose hidden states are read side by side."""
+
+    embeddings: ClassVar[Shapes] = {"encoder_hidden_states": (1, "tokens", "joint_attention_dim")}
+    template = _MISTRAL
+    layers = (10, 20, 30)
+
+    def defaults(self, parts: Parts) -> Defaults:
+        multiple = 2 * self.scale(parts)
+        size = trained_size(parts, multiple)
+        return Defaults(size, size, 4 if _distilled(parts) else 50, 4.0, multiple)
+
+    def embedded(self, parts: Parts) -> bool:
+        return True
+
+    def encode(self, parts: Parts, prompt: str, request: Request) -> Inputs:
+        """The hidden states after `layers`; padding is read."""
+        text = self.template.replace("{}", prompt.replace("[IMG]", ""))
+        tokens = parts.tokens("tokenizer", text, request.tokens or _TOKENS, special=False)
+        encoder = parts.component("text_encoder")
+        _, *states = encoder(input_ids=tokens.ids, attention_mask=tokens.mask)
+        if len(states) <= max(self.layers):
+            raise MlxconvError(
+                f"{parts.bundle.path / 'text_encoder'}: has {len(states) - 1} layers; this "
+                f"pipeline reads what comes after {', '.join(map(str, self.layers))}"
+            )
+        return {"encoder_hidden_states": mx.concatenate([states[k] for k in self.layers], axis=-1)}
+
+    def start(
+        self, parts: Parts, request: Request, generator: Generator, prompt: Inputs
+    ) -> mx.array:
+        channels = parts.config("transformer")["in_channels"]
+        shape = (1, channels, *self.grid(parts, request))
+        noise = noise_as(prompt["encoder_hidden_states"].dtype, generator, shape)
+        return noise.reshape(1, channels, -1).transpose(0, 2, 1)
+
+    def inputs(self, parts: Parts, request: Request, prompt: Inputs) -> Inputs:
+        """Positions are (time, row, column, number in the text)."""
+        numbers = mx.arange(prompt["encoder_hidden_states"].shape[1])[:, None]
+        ids = {
+            "txt_ids": mx.pad(numbers, [(0, 0), (3, 0)])[None],
+            "img_ids": mx.pad(image_ids(*self.grid(parts, request)), [(0, 0), (0, 1)])[None],
+        }
+        embedded = parts.config("transformer")["guidance_embeds"]
+        return {**prompt, **ids, **({"guidance": mx.array([request.guidance])} if embedded else {})}
+
+    def schedule(self, scheduler: Scheduler, request: Request, latents: mx.array) -> Schedule:
+        dynamic = scheduler.options.get("use_dynamic_shifting")
+        mu = _empirical_mu(latents.shape[1], request.steps) if dynamic else None
+        return shifted_flow(scheduler, request, mu)
+
+    def decode(self, parts: Parts, latents: mx.array, request: Request) -> mx.array:
+        """The latents are normalized."""
+        vae, (rows, columns) = parts.component("vae"), self.grid(parts, request)
+        held = (vae.executor.weights.get(f"bn.running_{name}") for name in ("mean", "var"))
+        mean, variance = (arrays_of(each)[0] for each in held)
+        z = latents * mx.sqrt(variance + parts.config("vae")["batch_norm_eps"]) + mean
+        z = z.reshape(rows, columns, -1, 2, 2).transpose(2, 0, 3, 1, 4)
+        return pixels(vae.decode(z=z.reshape(1, -1, 2 * rows, 2 * columns)))
 
 
-def _encode(
-    template: str, layers: tuple[int, ...], parts: Parts, prompt: str, request: Request
-) -> Inputs:
-    """The hidden states after these layers, side by side; padding is read."""
-    text = template.replace("{}", prompt.replace("[IMG]", ""))
-    tokens = parts.tokens("tokenizer", text, request.tokens or _TOKENS, special=False)
-    _, *states = parts.component("text_encoder")(input_ids=tokens.ids, attention_mask=tokens.mask)
-    if len(states) <= max(layers):
-        raise MlxconvError(
-            f"{parts.bundle.path / 'text_encoder'}: has {len(states) - 1} layers; this pipeline "
-            f"reads what comes after {', '.join(map(str, layers))}"
-        )
-    return {"encoder_hidden_states": mx.concatenate([states[k] for k in layers], axis=-1)}
+class Flux2Klein(Flux2):
+    template = _QWEN
+    layers = (9, 18, 27)
 
-
-def _start(parts: Parts, request: Request, generator: Generator, prompt: Inputs) -> mx.array:
-    channels = parts.config("transformer")["in_channels"]
-    shape = (1, channels, *grid(parts, request))
-    noise = noise_as(prompt["encoder_hidden_states"].dtype, generator, shape)
-    return noise.reshape(1, channels, -1).transpose(0, 2, 1)
-
-
-def _inputs(parts: Parts, request: Request, prompt: Inputs) -> Inputs:
-    """Positions are (time, row, column, number in the text)."""
-    numbers = mx.arange(prompt["encoder_hidden_states"].shape[1])[:, None]
-    ids = {
-        "txt_ids": mx.pad(numbers, [(0, 0), (3, 0)])[None],
-        "img_ids": mx.pad(image_ids(*grid(parts, request)), [(0, 0), (0, 1)])[None],
-    }
-    embedded = parts.config("transformer")["guidance_embeds"]
-    return {**prompt, **ids, **({"guidance": mx.array([request.guidance])} if embedded else {})}
-
-
-def _schedule(scheduler: Scheduler, request: Request, latents: mx.array) -> Schedule:
-    dynamic = scheduler.options.get("use_dynamic_shifting")
-    mu = _empirical_mu(latents.shape[1], request.steps) if dynamic else None
-    return shifted_flow(scheduler, request, mu)
+    def embedded(self, parts: Parts) -> bool:
+        return _distilled(parts)
 
 
 def _empirical_mu(tokens: int, steps: int) -> float:
@@ -82,33 +106,3 @@ def _empirical_mu(tokens: int, steps: int) -> float:
     at_10 = 8.73809524e-05 * tokens + 1.89833333
     slope = (at_200 - at_10) / 190
     return slope * steps + at_200 - 200 * slope
-
-
-def _decode(parts: Parts, latents: mx.array, request: Request) -> mx.array:
-    """Packed latents (1, tokens, channels), normalized -> pixels (1, height, width, 3)."""
-    vae, (rows, columns) = parts.component("vae"), grid(parts, request)
-    held = (vae.executor.weights.get(f"bn.running_{name}") for name in ("mean", "var"))
-    mean, variance = (arrays_of(each)[0] for each in held)
-    z = latents * mx.sqrt(variance + parts.config("vae")["batch_norm_eps"]) + mean
-    z = z.reshape(rows, columns, -1, 2, 2).transpose(2, 0, 3, 1, 4)
-    return pixels(vae.decode(z=z.reshape(1, -1, 2 * rows, 2 * columns)))
-
-
-def _family(template: str, layers: tuple[int, ...], embedded: bool) -> Family:
-    return Family(
-        "transformer",
-        ("text_encoder",),
-        {"encoder_hidden_states": (1, "tokens", "joint_attention_dim")},
-        _defaults,
-        partial(_encode, template, layers),
-        _start,
-        _inputs,
-        _schedule,
-        flow_times,
-        _decode,
-        embedded=lambda parts: embedded or _distilled(parts),
-    )
-
-
-FLUX2 = _family(_MISTRAL, (10, 20, 30), embedded=True)
-FLUX2_KLEIN = _family(_QWEN, (9, 18, 27), embedded=False)

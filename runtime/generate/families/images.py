@@ -6,9 +6,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ...schedulers import Schedule, Scheduler, make_schedule, shift_for
+from ...schedulers import Schedule, Scheduler, make_schedule
 from ..noise import Generator
-from .family import Inputs, Parts, Request
+from .parts import Defaults, Parts, Request
 
 _UNSAID = 32  # AutoencoderKL's default for `sample_size`
 
@@ -59,14 +59,11 @@ def plain_shape(parts: Parts, request: Request, denoiser: str = "transformer") -
     return 1, channels, request.height // scale, request.width // scale
 
 
-def plain_start(parts: Parts, request: Request, generator: Generator, prompt: Inputs) -> mx.array:
-    """Noise (1, channels, height, width), as precise as `encoder_hidden_states`."""
-    return noise_as(prompt["encoder_hidden_states"].dtype, generator, plain_shape(parts, request))
-
-
-def plain_decode(parts: Parts, latents: mx.array, request: Request) -> mx.array:
-    """Latents (1, channels, height, width) -> pixels (1, height, width, 3)."""
-    return pixels(parts.component("vae").decode(z=scaled(latents, parts.config("vae"))))
+def patched_defaults(parts: Parts, steps: int, guidance: float) -> Defaults:
+    """Of a transformer that says its size in latents, and its patches'."""
+    scale, config = vae_scale(parts.config("vae")), parts.config("transformer")
+    size = config["sample_size"] * scale
+    return Defaults(size, size, steps, guidance, scale * config["patch_size"])
 
 
 # ---- latents packed by 2 x 2, as FLUX.1 does -----------------------------------------------------
@@ -103,35 +100,9 @@ def image_ids(rows: int, columns: int) -> mx.array:
     return mx.array(ids.reshape(-1, 3))
 
 
-def flow_schedule(scheduler: Scheduler, request: Request, latents: mx.array) -> Schedule:
-    """From 1 to 1 / steps, shifted by the number of tokens; latents (n, tokens, channels)."""
-    return shifted_flow(scheduler, request, shift_for(scheduler, latents.shape[1]))
-
-
 def shifted_flow(scheduler: Scheduler, request: Request, mu: float | None) -> Schedule:
     """From 1 to 1 / steps, shifted by mu."""
     asked = request.spacing
     if "use_flow_sigmas" not in scheduler.options and "steps" in asked:
         asked = {"sigmas": np.linspace(1.0, 1 / request.steps, request.steps).tolist()}
     return make_schedule(scheduler, mu=mu, **asked)  # another solver has sigmas of its own
-
-
-def flow_times(parts: Parts, schedule: Schedule) -> Inputs:
-    """Timesteps (calls, 1) in 0 to 1; in half precision rounded first, as the pipelines do."""
-    dtype = parts.component("transformer").dtype
-    return {"timestep": mx.array(schedule.timesteps)[:, None].astype(dtype) / 1000}
-
-
-def own_times(parts: Parts, schedule: Schedule) -> Inputs:
-    """Timesteps (calls, 1) as the scheduler has them."""
-    return {"timestep": mx.array(schedule.timesteps)[:, None]}
-
-
-def own_schedule(scheduler: Scheduler, request: Request, latents: mx.array) -> Schedule:
-    """So many steps, spaced as the scheduler does."""
-    return make_schedule(scheduler, **request.spacing)
-
-
-def mean_of(output: mx.array, latents: mx.array) -> mx.array:
-    """The channels (axis 1) of the latents, without those of a learned variance behind them."""
-    return output[:, : latents.shape[1]]

@@ -6,13 +6,42 @@ a note says.
 
 import math
 from dataclasses import replace
+from typing import ClassVar
 
 import mlx.core as mx
 
 from ...schedulers import Schedule, Scheduler, make_schedule
 from ..noise import Generator
-from .family import Defaults, Family, Inputs, Parts, Request
-from .images import noise_as, plain_decode, plain_shape, vae_scale
+from .family import Family
+from .images import vae_scale
+from .parts import Defaults, Inputs, Parts, Request, Shapes
+
+
+class Unet(Family):
+    """A UNet, which may take guidance as an input."""
+
+    denoiser = "unet"
+    takes_tokens = False
+
+    def embedded(self, parts: Parts) -> bool:
+        return parts.config("unet").get("time_cond_proj_dim") is not None
+
+    def inputs(self, parts: Parts, request: Request, prompt: Inputs) -> Inputs:
+        """The prompt, and guidance where it is an input: `get_guidance_scale_embedding`."""
+        if not self.embedded(parts):
+            return prompt
+        half = parts.config("unet")["time_cond_proj_dim"] // 2
+        rates = mx.exp(mx.arange(half) * (-math.log(10000) / (half - 1)))
+        angles = (request.guidance - 1) * 1000 * rates
+        embedded = mx.concatenate([mx.sin(angles), mx.cos(angles)])[None]
+        return {**prompt, "timestep_cond": embedded}
+
+    def latents(self, x: mx.array) -> Inputs:
+        return {"sample": x}
+
+    def times(self, parts: Parts, schedule: Schedule) -> Inputs:
+        """Timesteps (calls,): one for the whole batch."""
+        return {"timestep": mx.array(schedule.timesteps)}
 
 
 def unet_defaults(parts: Parts, latents: int, guidance: float) -> Defaults:
@@ -25,64 +54,26 @@ def unet_defaults(parts: Parts, latents: int, guidance: float) -> Defaults:
     return Defaults(width * scale, height * scale, 50, guidance, multiple)
 
 
-def distilled(parts: Parts) -> bool:
-    """Whether the UNet takes guidance as an input."""
-    return parts.config("unet").get("time_cond_proj_dim") is not None
+class StableDiffusion(Unet):
+    embeddings: ClassVar[Shapes] = {"encoder_hidden_states": (1, "tokens", "cross_attention_dim")}
 
+    def defaults(self, parts: Parts) -> Defaults:
+        return unet_defaults(parts, 64, 7.5)
 
-def _encode(parts: Parts, prompt: str, request: Request) -> Inputs:
-    tokens = parts.tokens("tokenizer", prompt)
-    return {"encoder_hidden_states": parts.component("text_encoder")(input_ids=tokens.ids)[0]}
+    def encode(self, parts: Parts, prompt: str, request: Request) -> Inputs:
+        tokens = parts.tokens("tokenizer", prompt)
+        return {"encoder_hidden_states": parts.component("text_encoder")(input_ids=tokens.ids)[0]}
 
+    def start(
+        self, parts: Parts, request: Request, generator: Generator, prompt: Inputs
+    ) -> mx.array:
+        if any(parts.index.get("safety_checker") or ()):
+            parts.notes.append("the checkpoint's safety_checker is not run")
+        return super().start(parts, request, generator, prompt)
 
-def unet_start(parts: Parts, request: Request, generator: Generator, prompt: Inputs) -> mx.array:
-    """Noise (1, channels, height, width)."""
-    shape = plain_shape(parts, request, "unet")
-    return noise_as(prompt["encoder_hidden_states"].dtype, generator, shape)
-
-
-def _start(parts: Parts, request: Request, generator: Generator, prompt: Inputs) -> mx.array:
-    if any(parts.index.get("safety_checker") or ()):
-        parts.notes.append("the checkpoint's safety_checker is not run")
-    return unet_start(parts, request, generator, prompt)
-
-
-def unet_inputs(parts: Parts, request: Request, prompt: Inputs) -> Inputs:
-    """The prompt, and guidance where it is an input: `get_guidance_scale_embedding`."""
-    if not distilled(parts):
-        return prompt
-    half = parts.config("unet")["time_cond_proj_dim"] // 2
-    rates = mx.exp(mx.arange(half) * (-math.log(10000) / (half - 1)))
-    angles = (request.guidance - 1) * 1000 * rates
-    embedded = mx.concatenate([mx.sin(angles), mx.cos(angles)])[None]
-    return {**prompt, "timestep_cond": embedded}
-
-
-def _schedule(scheduler: Scheduler, request: Request, latents: mx.array) -> Schedule:
-    """With the options that the pipeline corrects in old checkpoints."""
-    corrected = {"steps_offset": 1, "clip_sample": False}
-    known = {k: v for k, v in corrected.items() if k in scheduler.options}
-    scheduler = replace(scheduler, options={**scheduler.options, **known})
-    return make_schedule(scheduler, **request.spacing)
-
-
-def unet_times(parts: Parts, schedule: Schedule) -> Inputs:
-    """Timesteps (calls,): one for the whole batch."""
-    return {"timestep": mx.array(schedule.timesteps)}
-
-
-STABLE_DIFFUSION = Family(
-    "unet",
-    ("text_encoder",),
-    {"encoder_hidden_states": (1, "tokens", "cross_attention_dim")},
-    lambda parts: unet_defaults(parts, 64, 7.5),
-    _encode,
-    _start,
-    unet_inputs,
-    _schedule,
-    unet_times,
-    plain_decode,
-    embedded=distilled,
-    latents=lambda x: {"sample": x},
-    takes_tokens=False,
-)
+    def schedule(self, scheduler: Scheduler, request: Request, latents: mx.array) -> Schedule:
+        """With the options that the pipeline corrects in old checkpoints."""
+        corrected = {"steps_offset": 1, "clip_sample": False}
+        known = {k: v for k, v in corrected.items() if k in scheduler.options}
+        scheduler = replace(scheduler, options={**scheduler.options, **known})
+        return make_schedule(scheduler, **request.spacing)

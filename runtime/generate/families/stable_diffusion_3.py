@@ -3,20 +3,43 @@
 Skip-layer guidance and IP-Adapters are not taken over.
 """
 
+from typing import ClassVar
+
 import mlx.core as mx
 
 from ...schedulers import Schedule, Scheduler, make_schedule, shift_for
-from .family import Defaults, Family, Inputs, Parts, Request, as_encoded, clip_states, t5_states
-from .images import own_times, plain_decode, plain_start, vae_scale
+from .family import Family, clip_states, t5_states
+from .images import patched_defaults
+from .parts import Defaults, Inputs, Parts, Request, Shapes
 
 _TOKENS = 256
 _PATCH = 2
 
 
-def _defaults(parts: Parts) -> Defaults:
-    scale, config = vae_scale(parts.config("vae")), parts.config("transformer")
-    size = config["sample_size"] * scale
-    return Defaults(size, size, 28, 7.0, scale * config["patch_size"])
+class StableDiffusion3(Family):
+    encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
+    optional = ("text_encoder_3",)
+    embeddings: ClassVar[Shapes] = {
+        "encoder_hidden_states": (1, "tokens", "joint_attention_dim"),
+        "pooled_projections": (1, "pooled_projection_dim"),
+    }
+
+    def defaults(self, parts: Parts) -> Defaults:
+        return patched_defaults(parts, 28, 7.0)
+
+    def encode(self, parts: Parts, prompt: str, request: Request) -> Inputs:
+        (one, pooled), (two, more) = (clip_states(parts, suffix, prompt) for suffix in ("", "_2"))
+        t5 = _t5(parts, prompt, request.tokens or _TOKENS)
+        clip = mx.concatenate([one, two], axis=-1)
+        clip = mx.pad(clip, [(0, 0), (0, 0), (0, t5.shape[-1] - clip.shape[-1])])
+        return {
+            "encoder_hidden_states": mx.concatenate([clip, t5], axis=1),
+            "pooled_projections": mx.concatenate([pooled, more], axis=-1),
+        }
+
+    def schedule(self, scheduler: Scheduler, request: Request, latents: mx.array) -> Schedule:
+        tokens = (latents.shape[2] // _PATCH) * (latents.shape[3] // _PATCH)
+        return make_schedule(scheduler, **request.spacing, mu=shift_for(scheduler, tokens))
 
 
 def _t5(parts: Parts, prompt: str, length: int) -> mx.array:
@@ -24,37 +47,3 @@ def _t5(parts: Parts, prompt: str, length: int) -> mx.array:
     if not parts.has("text_encoder_3"):
         return mx.zeros((1, length, parts.config("transformer")["joint_attention_dim"]))
     return t5_states(parts, "_3", prompt, length, masked=False)[0]
-
-
-def _encode(parts: Parts, prompt: str, request: Request) -> Inputs:
-    (one, pooled), (two, more) = (clip_states(parts, suffix, prompt) for suffix in ("", "_2"))
-    t5 = _t5(parts, prompt, request.tokens or _TOKENS)
-    clip = mx.concatenate([one, two], axis=-1)
-    clip = mx.pad(clip, [(0, 0), (0, 0), (0, t5.shape[-1] - clip.shape[-1])])
-    return {
-        "encoder_hidden_states": mx.concatenate([clip, t5], axis=1),
-        "pooled_projections": mx.concatenate([pooled, more], axis=-1),
-    }
-
-
-def _schedule(scheduler: Scheduler, request: Request, latents: mx.array) -> Schedule:
-    tokens = (latents.shape[2] // _PATCH) * (latents.shape[3] // _PATCH)
-    return make_schedule(scheduler, **request.spacing, mu=shift_for(scheduler, tokens))
-
-
-STABLE_DIFFUSION_3 = Family(
-    "transformer",
-    ("text_encoder", "text_encoder_2", "text_encoder_3"),
-    {
-        "encoder_hidden_states": (1, "tokens", "joint_attention_dim"),
-        "pooled_projections": (1, "pooled_projection_dim"),
-    },
-    _defaults,
-    _encode,
-    plain_start,
-    as_encoded,
-    _schedule,
-    own_times,
-    plain_decode,
-    optional=("text_encoder_3",),
-)

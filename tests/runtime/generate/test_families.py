@@ -18,7 +18,7 @@ import pytest
 from mlxconv.convert.conversion import convert
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.generate.families import FAMILIES
-from mlxconv.runtime.generate.families.family import Request
+from mlxconv.runtime.generate.families.parts import Request
 from mlxconv.runtime.generate.picture_files import Pictures
 from mlxconv.runtime.generate.pipeline import Pipeline, load
 
@@ -242,7 +242,7 @@ def test_embeddings_stand_for_prompts(pair: Pair, monkeypatch: pytest.MonkeyPatc
     family, parts = pair.ours.family, pair.ours.parts
     made = pair.make(steps=2, negative=NEGATIVE)
     own = family.encode(parts, PROMPT, made.request)
-    negative = (family.negative or family.encode)(parts, NEGATIVE, made.request)
+    negative = family.negative(parts, NEGATIVE, made.request)
     for name in family.encoders:
         monkeypatch.delitem(parts.bundle.manifest["components"], name)
     arrays = {name: np.array(value) for name, value in own.items()}

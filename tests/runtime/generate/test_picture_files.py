@@ -14,7 +14,7 @@ from PIL import Image
 
 from mlxconv.cli import cli
 from mlxconv.runtime.errors import MlxconvError
-from mlxconv.runtime.generate.families.family import Parts
+from mlxconv.runtime.generate.families.parts import Parts
 from mlxconv.runtime.generate.options import Options
 from mlxconv.runtime.generate.picture_files import as_text, read_record, records_of, target_names
 from mlxconv.runtime.generate.pipeline import load

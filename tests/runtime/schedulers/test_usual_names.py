@@ -13,7 +13,7 @@ import pytest
 
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.generate.families import FAMILIES
-from mlxconv.runtime.generate.families.family import Request
+from mlxconv.runtime.generate.families.parts import Request
 from mlxconv.runtime.generate.pipeline import load
 from mlxconv.runtime.schedulers import (
     Schedule,
