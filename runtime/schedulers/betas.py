@@ -32,8 +32,17 @@ class AnyBetas:
 
 
 @dataclass(frozen=True)
-class Betas(AnyBetas):
+class PlainBetas(AnyBetas):
     beta_schedule: Literal["linear", "scaled_linear", "squaredcos_cap_v2"] = "linear"
+
+
+@dataclass(frozen=True)
+class Rescaled:
+    rescale_betas_zero_snr: bool = False
+
+
+@dataclass(frozen=True)
+class Betas(PlainBetas, Rescaled): ...
 
 
 LATENT = Betas(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
@@ -43,20 +52,25 @@ LATENT = Betas(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear"
 class Timesteps:
     """Which of the training's timesteps are picked."""
 
+    num_train_timesteps: int = 1000
     timestep_spacing: Literal["linspace", "leading", "trailing"] = "leading"
     steps_offset: int = 0
 
 
-LINSPACE = Timesteps("linspace")
+@dataclass(frozen=True)
+class Picked(Betas, Timesteps): ...
 
 
-def alphas_cumprod(betas: AnyBetas, rescaled: bool = False, *, floor: bool = False) -> Array:
+LINSPACE = Picked(timestep_spacing="linspace")
+
+
+def alphas_cumprod(betas: AnyBetas, *, floor: bool = False) -> Array:
     """Cumulative alphas (num_train_timesteps,) float32.
 
-    rescaled: the last is zero (`rescale_betas_zero_snr`); or 2^-24 with `floor`, so that its sigma
-    is finite.
+    floor: with `rescale_betas_zero_snr` the last is 2^-24, so that its sigma is finite.
     """
     values = _betas(betas)
+    rescaled = isinstance(betas, Rescaled) and betas.rescale_betas_zero_snr
     if rescaled:
         values = _zero_terminal_snr(values)
     table = _cumprod(np.float32(1) - values)
@@ -65,7 +79,7 @@ def alphas_cumprod(betas: AnyBetas, rescaled: bool = False, *, floor: bool = Fal
     return table
 
 
-def snr_shifted(betas: AnyBetas, rescaled: bool, scale: float) -> Array:
+def snr_shifted(betas: Betas, scale: float) -> Array:
     """CogVideoX's cumulative alphas (num_train_timesteps,), in float64 where its betas are.
 
     The signal-to-noise ratio is divided by `scale` (arXiv 2408.06072, section 3.2).
@@ -76,7 +90,7 @@ def snr_shifted(betas: AnyBetas, rescaled: bool, scale: float) -> Array:
     else:
         table = _cumprod(np.float32(1) - _betas(betas)).astype(np.float64)
     table = table / (scale + (1 - scale) * table)
-    return _zero_terminal(table) if rescaled else table
+    return _zero_terminal(table) if betas.rescale_betas_zero_snr else table
 
 
 def noise_levels(table: Array) -> Array:
@@ -87,6 +101,12 @@ def noise_levels(table: Array) -> Array:
 
 def _betas(betas: AnyBetas) -> Array:
     if betas.trained_betas is not None:
+        found, train = len(betas.trained_betas), betas.num_train_timesteps
+        if found < train:
+            raise MlxconvError(
+                f"trained_betas has {found} values, fewer than num_train_timesteps {train}: set "
+                f"num_train_timesteps to {found}"
+            )
         return np.asarray(betas.trained_betas, dtype=np.float32)
     schedule = _BETAS[betas.beta_schedule]
     return schedule(betas.beta_start, betas.beta_end, betas.num_train_timesteps)
@@ -164,9 +184,10 @@ def _zero_terminal(bars: Array) -> Array:
     return moved
 
 
-def spaced(picked: Timesteps, train: int, steps: int, *, rounded: bool = True) -> Array:
-    """Timesteps (steps,), falling, of `train`: arXiv 2305.08891, table 2."""
+def spaced(picked: Timesteps, steps: int, *, rounded: bool = True) -> Array:
+    """Timesteps (steps,), falling: arXiv 2305.08891, table 2."""
     found: Array
+    train = picked.num_train_timesteps
     if picked.timestep_spacing == "linspace":
         found = np.linspace(0, train - 1, steps)[::-1]
         found = found.round() if rounded else found.astype(np.float32).astype(np.float64)
@@ -177,11 +198,12 @@ def spaced(picked: Timesteps, train: int, steps: int, *, rounded: bool = True) -
     return _within(found, train, steps)
 
 
-def spaced_open(picked: Timesteps, train: int, steps: int, last: int | None = None) -> Array:
+def spaced_open(picked: Timesteps, steps: int, last: int | None = None) -> Array:
     """Timesteps (steps,), falling, of a spacing of `steps + 1` without its end: the multistep way.
 
     last: one more than the largest (`lambda_min_clipped` lowers it), for each spacing.
     """
+    train = picked.num_train_timesteps
     last = train if last is None else last
     found: Array
     if picked.timestep_spacing == "linspace":

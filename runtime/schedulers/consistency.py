@@ -25,11 +25,10 @@ def lcm(
     betas: Betas = LATENT,
     limits: Limits,
     prediction_type: Prediction = "epsilon",
-    rescale_betas_zero_snr: bool = False,
     original_inference_steps: int = 50,
     timestep_scaling: float = 10.0,
 ) -> Schedule:
-    table, begin = alphas_cumprod(betas, rescale_betas_zero_snr), request.begin
+    table, begin = alphas_cumprod(betas), request.begin
     timesteps = _distilled(request, betas.num_train_timesteps, original_inference_steps)
     bars = table[timesteps].astype(np.float64)
     after = np.append(bars[1:], bars[-1:])
@@ -51,11 +50,10 @@ def tcd(
     *,
     betas: Betas = LATENT,
     prediction_type: Prediction = "epsilon",
-    rescale_betas_zero_snr: bool = False,
     original_inference_steps: int = 50,
 ) -> Schedule:
     """eta (of the request, 0.3 by default) is the paper's gamma: how much noise comes back."""
-    table, begin = alphas_cumprod(betas, rescale_betas_zero_snr), request.begin
+    table, begin = alphas_cumprod(betas), request.begin
     timesteps = _distilled(request, betas.num_train_timesteps, original_inference_steps)
     eta = 0.3 if request.eta is None else request.eta
     following = np.append(timesteps[1:], 0)

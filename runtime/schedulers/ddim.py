@@ -12,13 +12,13 @@ from typing import Literal
 
 import numpy as np
 
-from .betas import AnyBetas, Betas, Timesteps, alphas_cumprod, snr_shifted, spaced
+from .betas import AnyBetas, Betas, Picked, Rescaled, Timesteps, alphas_cumprod, snr_shifted, spaced
 from .predictions import CLIPPED, Limits, Prediction, clean_of, noise_of
 from .schedule import Array, Path, Request, Schedule, assemble, basis
 
 
 @dataclass(frozen=True)
-class MoreBetas(AnyBetas):
+class _DdpmBetas(AnyBetas, Rescaled, Timesteps):
     beta_schedule: Literal["linear", "scaled_linear", "squaredcos_cap_v2", "laplace", "sigmoid"] = (
         "linear"
     )
@@ -27,16 +27,14 @@ class MoreBetas(AnyBetas):
 def ddim(
     request: Request,
     *,
-    betas: Betas,
-    picked: Timesteps,
+    betas: Picked,
     limits: Limits = CLIPPED,
     prediction_type: Prediction = "epsilon",
-    rescale_betas_zero_snr: bool = False,
     set_alpha_to_one: bool = True,
 ) -> Schedule:
     """eta (of the request): 0 is DDIM, 1 has DDPM's variance."""
-    table, train = alphas_cumprod(betas, rescale_betas_zero_snr), betas.num_train_timesteps
-    timesteps = spaced(picked, train, request.steps)[request.begin :].astype(int)
+    table, train = alphas_cumprod(betas), betas.num_train_timesteps
+    timesteps = spaced(betas, request.steps)[request.begin :].astype(int)
     bars = table[timesteps].astype(np.float64)
     after_bars = bars_after(table, timesteps, train // request.steps, set_alpha_to_one)
     after_bars = after_bars.astype(np.float64)
@@ -55,17 +53,15 @@ def ddim(
 def ddpm(
     request: Request,
     *,
-    betas: MoreBetas,
-    picked: Timesteps,
+    betas: _DdpmBetas,
     limits: Limits = CLIPPED,
     prediction_type: Prediction = "epsilon",
-    rescale_betas_zero_snr: bool = False,
     variance_type: Literal["fixed_small", "fixed_small_log", "fixed_large"] = "fixed_small",
 ) -> Schedule:
     """variance_type fixed_small: the posterior's variance; fixed_large: beta."""
-    table, train = alphas_cumprod(betas, rescale_betas_zero_snr), betas.num_train_timesteps
+    table, train = alphas_cumprod(betas), betas.num_train_timesteps
     given = request.custom_timesteps(train)
-    timesteps = (spaced(picked, train, request.steps) if given is None else given).astype(int)
+    timesteps = (spaced(betas, request.steps) if given is None else given).astype(int)
     after_bars = np.append(table[timesteps[1:]].astype(np.float64), 1.0)[request.begin :]
     timesteps = timesteps[request.begin :]
     bars = table[timesteps].astype(np.float64)
@@ -109,7 +105,6 @@ class CogVideoX(Betas, Timesteps):
     beta_end: float = 0.012
     beta_schedule: Literal["linear", "scaled_linear", "squaredcos_cap_v2"] = "scaled_linear"
     prediction_type: Prediction = "epsilon"
-    rescale_betas_zero_snr: bool = False
     set_alpha_to_one: bool = True
     snr_shift_scale: float = 3.0
 
@@ -147,9 +142,9 @@ def cogvideox_dpm(request: Request, *, options: CogVideoX) -> Schedule:
 
 def _path(request: Request, options: CogVideoX) -> tuple[Path, Array, Array]:
     """And the cumulative alphas before and after each call."""
-    table = snr_shifted(options, options.rescale_betas_zero_snr, options.snr_shift_scale)
+    table = snr_shifted(options, options.snr_shift_scale)
     train = options.num_train_timesteps
-    timesteps = spaced(options, train, request.steps)[request.begin :].astype(int)
+    timesteps = spaced(options, request.steps)[request.begin :].astype(int)
     after_bars = bars_after(table, timesteps, train // request.steps, options.set_alpha_to_one)
     return beta_path(options.prediction_type, table, timesteps), table[timesteps], after_bars
 

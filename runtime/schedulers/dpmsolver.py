@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from ..errors import MlxconvError
-from .betas import LINSPACE, Betas, Timesteps, alphas_cumprod, noise_levels, spaced_open
+from .betas import LINSPACE, Picked, alphas_cumprod, noise_levels, spaced_open
 from .predictions import Threshold, WithFlow, clean_of, noise_of
 from .schedule import Array, Basis, Path, Request, Schedule, assemble, basis
 from .sigmas import FinalSigma, Respacing, shifted, timestep_of
@@ -97,6 +97,19 @@ class Solver(Orders):
 
 
 @dataclass(frozen=True)
+class _Solver(Solver):
+    """variance_type: that of a model which learned one is not supported."""
+
+    algorithm_type: Literal[
+        "dpmsolver++", "sde-dpmsolver++", "dpmsolver", "sde-dpmsolver", "deis"
+    ] = "dpmsolver++"
+    final_sigmas_type: FinalSigma = "zero"
+    variance_type: Literal[
+        None, "fixed_small", "fixed_small_log", "fixed_large", "fixed_large_log"
+    ] = None
+
+
+@dataclass(frozen=True)
 class _Spacing(Respacing):
     use_lu_lambdas: bool = False
     lambda_min_clipped: float = -math.inf
@@ -116,35 +129,24 @@ class _FlowSigmas(FlowSigmas):
 def dpmsolver(
     request: Request,
     *,
-    betas: Betas,
-    picked: Timesteps = LINSPACE,
+    betas: Picked = LINSPACE,
     spacing: _Spacing,
     flow: _FlowSigmas,
-    solver: Solver,
+    solver: _Solver,
     limits: Threshold,
-    algorithm_type: Literal[
-        "dpmsolver++", "sde-dpmsolver++", "dpmsolver", "sde-dpmsolver", "deis"
-    ] = "dpmsolver++",
     prediction_type: WithFlow = "epsilon",
-    rescale_betas_zero_snr: bool = False,
-    final_sigmas_type: FinalSigma = "zero",
-    variance_type: Literal[
-        None, "fixed_small", "fixed_small_log", "fixed_large", "fixed_large_log"
-    ] = None,
 ) -> Schedule:
-    """variance_type: whether the model learned a variance, which is not supported.
-
-    A flow's levels are spaced between their own ends, as FlowMatchEuler does it; diffusers takes
-    those of the betas, which are none of a flow's.
-    """
-    kind = algorithm_type.replace("deis", "dpmsolver++")  # as diffusers reads DEIS's own configs
-    if not kind.endswith("++") and final_sigmas_type == "zero":
+    """A flow's levels are spaced between their own ends, as FlowMatchEuler does it; diffusers
+    takes those of the betas, which are none of a flow's."""
+    kind = solver.algorithm_type
+    kind = "dpmsolver++" if kind == "deis" else kind  # as diffusers reads DEIS's own configs
+    if not kind.endswith("++") and solver.final_sigmas_type == "zero":
         raise MlxconvError(f"algorithm_type {kind} needs final_sigmas_type sigma_min; found zero")
     if kind == "sde-dpmsolver" and solver.solver_order == 3:
         raise MlxconvError("sde-dpmsolver has solver_order 1 or 2; found 3")
     if not kind.endswith("++") and prediction_type == "flow_prediction":
         raise MlxconvError(f"algorithm_type {kind} takes no flow_prediction; use dpmsolver++")
-    bars = alphas_cumprod(betas, rescale_betas_zero_snr, floor=True)
+    bars = alphas_cumprod(betas, floor=True)
     table, train = noise_levels(bars), betas.num_train_timesteps
     if flow.use_flow_sigmas and not spacing.use_lu_lambdas:
         request.custom_timesteps(train, "use_flow_sigmas")
@@ -156,10 +158,8 @@ def dpmsolver(
         rounds = spacing.chosen in ("use_karras_sigmas", "use_lu_lambdas")
         rounds = rounds and betas.beta_schedule != "squaredcos_cap_v2"
         last = train - _clipped(bars, spacing.lambda_min_clipped)
-        sigmas, timesteps = levels_over(
-            request, betas, table, picked, spacing, rounds=rounds, last=last
-        )
-    end = table[0] if final_sigmas_type == "sigma_min" else 0.0
+        sigmas, timesteps = levels_over(request, betas, table, spacing, rounds=rounds, last=last)
+    end = table[0] if solver.final_sigmas_type == "sigma_min" else 0.0
     levels = levels_of(np.append(sigmas, end), flow=flow.use_flow_sigmas)
     at = basis(solver.solver_order - 1)
     quantities = [at.denoised] * len(sigmas)
@@ -197,9 +197,8 @@ def _clipped(bars: Array, least: float) -> int:
 
 def levels_over(
     request: Request,
-    betas: Betas,
+    betas: Picked,
     table: Array,
-    picked: Timesteps,
     spacing: Respacing,
     *,
     rounds: bool,
@@ -207,14 +206,13 @@ def levels_over(
 ) -> tuple[Array, Array]:
     """Levels and timesteps (steps,) over the training's levels. rounds: timesteps of respaced
     levels. last: see `spaced_open`."""
-    train = betas.num_train_timesteps
-    timesteps = request.custom_timesteps(train, spacing.chosen)
+    timesteps = request.custom_timesteps(betas.num_train_timesteps, spacing.chosen)
     if spacing.chosen:
         sigmas = spacing.respaced(table[::-1], request.steps)
         timesteps = timestep_of(sigmas, table)
         return sigmas, timesteps.round() if rounds else timesteps
     if timesteps is None:
-        timesteps = spaced_open(picked, train, request.steps, last)
+        timesteps = spaced_open(betas, request.steps, last)
     return np.interp(timesteps, np.arange(len(table)), table), timesteps
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import MlxconvError
-from .betas import Betas, Timesteps, alphas_cumprod, spaced
+from .betas import PlainBetas, Timesteps, alphas_cumprod, spaced
 from .ddim import beta_path, final_bar
 from .predictions import NoiseOrV
 from .schedule import Array, Request, Schedule, assemble, basis
@@ -26,19 +26,21 @@ _WEIGHTS = (
 _RUNGE_KUTTA = (1 / 6, 1 / 3, 1 / 3, 1 / 6)
 
 
+@dataclass(frozen=True)
+class _Betas(PlainBetas, Timesteps): ...
+
+
 def pndm(
     request: Request,
     *,
-    betas: Betas,
-    picked: Timesteps,
+    betas: _Betas,
     prediction_type: NoiseOrV = "epsilon",
     skip_prk_steps: bool = False,
     set_alpha_to_one: bool = False,
 ) -> Schedule:
     """The state is (three earlier outputs, the newest first; the step's origin; a running sum)."""
-    table, train = alphas_cumprod(betas), betas.num_train_timesteps
-    stride = train // request.steps
-    rising = spaced(picked, train, request.steps)[::-1].astype(int)
+    table, stride = alphas_cumprod(betas), betas.num_train_timesteps // request.steps
+    rising = spaced(betas, request.steps)[::-1].astype(int)
     if skip_prk_steps:
         warm = np.array([], dtype=int)
         falling = np.concatenate([rising[:-1], rising[-2:-1], rising[-1:]])[::-1]

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from .betas import LINSPACE, Betas, Timesteps, alphas_cumprod, noise_levels
+from .betas import LINSPACE, Picked, alphas_cumprod, noise_levels
 from .dpmsolver import FlowSigmas, Levels, Orders, kept_noise, levels_of, levels_over, path_of
 from .predictions import Threshold, WithFlow
 from .schedule import Array, Request, Schedule, assemble, basis
@@ -41,24 +41,22 @@ class _FlowSigmas(FlowSigmas):
 def unipc(
     request: Request,
     *,
-    betas: Betas,
-    picked: Timesteps = LINSPACE,
+    betas: Picked = LINSPACE,
     spacing: Respacing,
     flow: _FlowSigmas,
     solver: _Solver,
     limits: Threshold,
     prediction_type: WithFlow = "epsilon",
-    rescale_betas_zero_snr: bool = False,
     final_sigmas_type: FinalSigma = "zero",
 ) -> Schedule:
     """The state is (corrected latents of the last call, kept quantities, the newest first)."""
-    table = noise_levels(alphas_cumprod(betas, rescale_betas_zero_snr, floor=True))
+    table = noise_levels(alphas_cumprod(betas, floor=True))
     train, final = betas.num_train_timesteps, float(table[0])
     if flow.use_flow_sigmas:
         sigmas, timesteps = _flow_levels(request, train, table, spacing, flow)
     else:
         rounds = spacing.use_karras_sigmas
-        sigmas, timesteps = levels_over(request, betas, table, picked, spacing, rounds=rounds)
+        sigmas, timesteps = levels_over(request, betas, table, spacing, rounds=rounds)
     if flow.use_flow_sigmas or spacing.chosen:
         final = sigmas[-1]
     sigmas = np.append(sigmas, 0.0 if final_sigmas_type == "zero" else final)

@@ -235,6 +235,7 @@ FLUX = {"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting"
         (SD15, {"steps": 1001}, "steps must be 1 to 1000"),
         (SD15, {}, "steps, or timesteps or sigmas"),
         (SD15, {"steps": 1000}, "beyond num_train_timesteps"),
+        ({**SD15, "trained_betas": [0.01] * 9}, {"steps": 4}, "9 values, fewer than num_train_t"),
         (SD15, {"steps": 4, "begin": 4}, "begin must be one of the 4 model calls"),
         (SD15, {"steps": 4, "sigmas": [1, 0]}, "takes no sigmas; it takes only steps"),
         (FLUX, {"steps": 4}, "needs mu"),
