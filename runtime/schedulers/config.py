@@ -85,10 +85,10 @@ def scheduler_of(
     row = SCHEDULERS[name]
     if name != stored:
         options = _translated(options, row, family)
-    changed = _asked_options(asked, row, family)
-    if changed:
-        options = {**_without_rivals(options, changed), **changed}
-        _check_known(changed, row, name, source)
+    changed = _asked_options(asked, row, family, f"{source}: {name}")
+    if any(changed.get(key) for key in RESPACINGS):  # it takes the place of another spacing
+        options = {key: value for key, value in options.items() if key not in RESPACINGS}
+    options |= changed
     if options.get("invert_sigmas") and "invert_sigmas" not in row.options:
         raise MlxconvError(f"{source}: {name} cannot run time backwards, as invert_sigmas asks")
     even = family == "flow" and asked.spacing == EVEN
@@ -172,8 +172,8 @@ def _fitting(name: str, family: str, source: str) -> str:
     return found
 
 
-def _asked_options(asked: Named, row: Row, family: str) -> dict[str, Any]:
-    """What a name changes; MlxconvError where its solver has no levels of that spacing."""
+def _asked_options(asked: Named, row: Row, family: str, where: str) -> dict[str, Any]:
+    """What a name changes; MlxconvError where its solver has no such levels or options."""
     changed = asked.options_for(row.reads, family)
     if changed is None:
         others = {name: replace(asked, solver=name) for name in usual_names(family)}
@@ -183,23 +183,13 @@ def _asked_options(asked: Named, row: Row, family: str) -> dict[str, Any]:
             f"scheduler {asked.text!r}: {asked.solver or asked.class_name} has no {asked.spacing} "
             f"levels; of this kind of model {', '.join(have) or 'no other'} has"
         )
-    return changed
-
-
-def _without_rivals(options: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
-    """The options without a spacing of sigmas that a new one takes the place of."""
-    if not any(changed.get(key) for key in RESPACINGS):
-        return dict(options)
-    return {key: value for key, value in options.items() if key not in RESPACINGS}
-
-
-def _check_known(changed: Mapping[str, Any], row: Row, name: str, source: str) -> None:
     unknown = sorted(changed.keys() - row.reads.keys())
     if unknown:
         raise MlxconvError(
-            f"{source}: {name} reads no option {', '.join(unknown)}; it reads: "
+            f"{where} reads no option {', '.join(unknown)}; it reads: "
             f"{', '.join(sorted(row.reads))}"
         )
+    return changed
 
 
 def _translated(options: dict[str, Any], row: Row, family: str) -> dict[str, Any]:
