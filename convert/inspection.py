@@ -15,7 +15,8 @@ from mlxconv.runtime.files import format_bytes
 from mlxconv.runtime.hub.bundles import is_hub_bundle
 from mlxconv.runtime.hub.download import open_remote
 from mlxconv.runtime.hub.names import hub_name
-from mlxconv.runtime.program.program import PROGRAM_FILE, load_program
+from mlxconv.runtime.program.program import PROGRAM_FILE
+from mlxconv.runtime.program.stored import load_program
 
 from .report import describe_unread, human_count
 from .source.checkpoint import Checkpoint, open_checkpoint, open_component

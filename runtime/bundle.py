@@ -18,7 +18,8 @@ from .files import is_plain
 from .files import read_json as read_json
 from .hub.names import hub_name
 from .ops import dtype_of, on_cpu
-from .program.program import CONSTANTS_FILE, PROGRAM_FILE, Program, load_program
+from .program.program import CONSTANTS_FILE, PROGRAM_FILE, Program
+from .program.stored import load_program
 
 if TYPE_CHECKING:
     from .hub.bundles import HubBundle

@@ -13,16 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mlxconv.runtime.errors import MlxconvError
-from mlxconv.runtime.program.program import (
-    Arg,
-    Entry,
-    Parameter,
-    Program,
-    Ref,
-    Weight,
-    substitute,
-    validate,
-)
+from mlxconv.runtime.program.program import Arg, Entry, Parameter, Program, Ref, Weight, substitute
+from mlxconv.runtime.program.stored import validate
 
 from ..recipe.recipe import Recipe, evaluate
 from ..source.model_class import constructing, named_config

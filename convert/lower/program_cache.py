@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 
 from mlxconv.runtime import cache_folders
-from mlxconv.runtime.program.program import Parameter, from_json, to_json
+from mlxconv.runtime.program.program import Parameter
+from mlxconv.runtime.program.stored import from_json, to_json
 
 from .compile import Compiled
 

@@ -12,7 +12,8 @@ from mlxconv.runtime.bundle import MANIFEST, Bundle, read_json
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.exec.weights import INDEX_FILE, WEIGHTS_STEM, weight_map
 from mlxconv.runtime.hub.download import git_blob_id
-from mlxconv.runtime.program.program import CONSTANTS_FILE, PROGRAM_FILE, load_program
+from mlxconv.runtime.program.program import CONSTANTS_FILE, PROGRAM_FILE
+from mlxconv.runtime.program.stored import load_program
 
 from ..recipe.recipe import RECIPE_FILE
 from ..source.checkpoint import open_component

@@ -25,11 +25,9 @@ from mlxconv.runtime.program.program import (
     Program,
     Ref,
     Weight,
-    load_program,
     substitute,
-    to_json,
-    validate,
 )
+from mlxconv.runtime.program.stored import load_program, to_json, validate
 
 from ..lower.compile import Compiled, Size, compile_program, fixed_dims, merge_kinds
 from ..lower.outline import merged

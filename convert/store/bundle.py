@@ -12,7 +12,8 @@ from tqdm import tqdm
 from mlxconv.runtime.bundle import MANIFEST
 from mlxconv.runtime.exec.weights import WEIGHTS_STEM
 from mlxconv.runtime.files import write_json
-from mlxconv.runtime.program.program import CONSTANTS_FILE, PROGRAM_FILE, load_program, to_json
+from mlxconv.runtime.program.program import CONSTANTS_FILE, PROGRAM_FILE
+from mlxconv.runtime.program.stored import load_program, to_json
 
 from ..lower.program_cache import versions
 from ..recipe.recipe import RECIPE_FILE

@@ -9,7 +9,8 @@ from typing import Any
 
 from mlxconv.runtime.errors import ArgumentError, MlxconvError
 from mlxconv.runtime.files import format_bytes
-from mlxconv.runtime.program.program import Parameter, to_json
+from mlxconv.runtime.program.program import Parameter
+from mlxconv.runtime.program.stored import to_json
 
 from ..lower.compile import compile_program, module_parameters
 from ..lower.program_cache import Analysis, entry_key, read_entry, write_entry

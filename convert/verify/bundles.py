@@ -7,7 +7,8 @@ from typing import Any
 
 from mlxconv.runtime.bundle import Bundle, load_component, read_json
 from mlxconv.runtime.errors import MlxconvError
-from mlxconv.runtime.program.program import PROGRAM_FILE, load_program
+from mlxconv.runtime.program.program import PROGRAM_FILE
+from mlxconv.runtime.program.stored import load_program
 
 from ..recipe.recipe import bundle_recipe
 from ..source.checkpoint import Component

@@ -20,7 +20,8 @@ import numpy as np
 from mlxconv.runtime.bundle import Bundle, read_json
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.generate.families import FAMILIES
-from mlxconv.runtime.program.program import PROGRAM_FILE, load_program
+from mlxconv.runtime.program.program import PROGRAM_FILE
+from mlxconv.runtime.program.stored import load_program
 
 from ..into_diffusers.replace import into_diffusers
 from ..source.checkpoint import Checkpoint

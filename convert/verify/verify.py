@@ -20,7 +20,8 @@ from mlxconv.runtime.generate.options import several
 from mlxconv.runtime.hub.bundles import is_hub_bundle
 from mlxconv.runtime.hub.download import open_remote
 from mlxconv.runtime.hub.names import hub_name
-from mlxconv.runtime.program.program import PROGRAM_FILE, Parameter, load_program
+from mlxconv.runtime.program.program import PROGRAM_FILE, Parameter
+from mlxconv.runtime.program.stored import load_program
 
 from ..inspection import inspect
 from ..lower.compile import module_parameters

@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from ..cache_folders import keep_kernels_private
 from ..errors import MlxconvError
+from ..files import format_bytes
 from ..ops import OPS, on_cpu
 from ..program.program import (
     MAX_INT,
@@ -505,8 +506,8 @@ def _bounded(results: Any, args: Mapping[str, Any], op: str) -> Any:
             size = math.prod(result.shape) * result.dtype.size
             if size > MEMORY_BYTES:
                 raise ValueError(
-                    f"the result has shape {tuple(result.shape)}, {size / 1e9:.3g} GB; "
-                    f"this machine has {MEMORY_BYTES / 1e9:.3g} GB"
+                    f"the result has shape {tuple(result.shape)}, {format_bytes(size)}; "
+                    f"this machine has {format_bytes(MEMORY_BYTES)}"
                 )
             if result.size > _LARGE and op not in _LAZY:
                 given = sum(getattr(a, "size", 0) for a in _flat(args.values()))

@@ -448,7 +448,7 @@ def inspect(
     if program is not None:
         from .runtime.bundle import program_of
         from .runtime.program.printed import show as pseudo_code
-        from .runtime.program.program import to_json
+        from .runtime.program.stored import to_json
 
         found = program_of(path, program)
         show(to_json(found) if as_json else pseudo_code(found))

@@ -73,7 +73,7 @@ def trace(class_name: str) -> dict[str, Any]:
 
     from mlxconv.convert.lower.compile import compile_program
     from mlxconv.convert.recipe.recipe import load_recipe
-    from mlxconv.runtime.program.program import to_json
+    from mlxconv.runtime.program.stored import to_json
 
     base = peak_bytes()
     started, cpu = time.perf_counter(), time.process_time()

@@ -23,7 +23,7 @@ from mlxconv.convert.report import ConvertReport
 from mlxconv.convert.verify.verify import verify
 from mlxconv.runtime.bundle import load_component
 from mlxconv.runtime.errors import MlxconvError
-from mlxconv.runtime.program.program import load_program
+from mlxconv.runtime.program.stored import load_program
 
 from ..bundles import INDEX, PROGRAM, WEIGHTS, read_json, tensors
 from ..conftest import Bundles

@@ -29,7 +29,7 @@ from mlxconv.convert.source.fake_module import merged_config
 from mlxconv.convert.source.model_class import find_class
 from mlxconv.runtime.bundle import LoadedComponent, load_component, open_bundle
 from mlxconv.runtime.generate.staging import Staged
-from mlxconv.runtime.program.program import from_json, to_json, validate
+from mlxconv.runtime.program.stored import from_json, to_json, validate
 
 from ..bundles import PROGRAM
 from ..conftest import Bundles

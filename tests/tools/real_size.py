@@ -23,8 +23,8 @@ from mlxconv.convert.lower.compile import compile_program
 from mlxconv.convert.quantize.policy import matches
 from mlxconv.convert.recipe.recipe import load_recipe
 from mlxconv.convert.source.model_class import find_class
-from mlxconv.runtime.program.program import to_json
 from mlxconv.runtime.program.stages import shares
+from mlxconv.runtime.program.stored import to_json
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 

@@ -26,10 +26,8 @@ from mlxconv.runtime.program.program import (
     Program,
     Ref,
     Weight,
-    from_json,
-    to_json,
-    validate,
 )
+from mlxconv.runtime.program.stored import from_json, to_json, validate
 from mlxconv.runtime.program.types import parse_type
 
 from ..trace.evaluation import Arrays, Traced, evaluate

@@ -27,7 +27,7 @@ from mlxconv.convert.lower.program_cache import (
     write_entry,
 )
 from mlxconv.convert.store import jobs
-from mlxconv.runtime.program.program import from_json
+from mlxconv.runtime.program.stored import from_json
 
 from ...bundles import PROGRAM
 from ...conftest import Bundles

@@ -31,7 +31,8 @@ from mlxconv.convert.store.on_demand import trace_when_called
 from mlxconv.convert.verify.verify import verify
 from mlxconv.runtime.bundle import load_component
 from mlxconv.runtime.errors import MlxconvError
-from mlxconv.runtime.program.program import PROGRAM_FILE, Program, load_program
+from mlxconv.runtime.program.program import PROGRAM_FILE, Program
+from mlxconv.runtime.program.stored import load_program
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

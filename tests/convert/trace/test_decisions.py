@@ -18,7 +18,7 @@ from mlxconv.convert.store.add_size import extended
 from mlxconv.convert.trace.export import trace
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.exec.executor import Executor
-from mlxconv.runtime.program.program import from_json, to_json
+from mlxconv.runtime.program.stored import from_json, to_json
 
 torch.set_num_threads(1)
 

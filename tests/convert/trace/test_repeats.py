@@ -19,7 +19,7 @@ from mlxconv.convert.source.fake_module import build_module
 from mlxconv.convert.trace import repeats
 from mlxconv.convert.trace.export import trace
 from mlxconv.runtime.exec.executor import Executor
-from mlxconv.runtime.program.program import to_json
+from mlxconv.runtime.program.stored import to_json
 
 torch.set_num_threads(1)
 

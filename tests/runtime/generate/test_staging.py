@@ -12,8 +12,8 @@ import pytest
 from mlxconv.runtime.bundle import LoadedComponent, load_component
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.generate.staging import Staged
-from mlxconv.runtime.program.program import validate
 from mlxconv.runtime.program.stages import split, weights_by_stage
+from mlxconv.runtime.program.stored import validate
 
 from ...conftest import Bundles
 

@@ -15,7 +15,8 @@ from mlxconv.runtime.bundle import load_component
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.exec.executor import Executor
 from mlxconv.runtime.ops import OPS
-from mlxconv.runtime.program.program import Entry, Input, Node, Program, Ref, Weight, validate
+from mlxconv.runtime.program.program import Entry, Input, Node, Program, Ref, Weight
+from mlxconv.runtime.program.stored import validate
 from mlxconv.runtime.program.types import parse_type
 
 from ...bundles import PROGRAM, WEIGHTS, change_json, change_tensors, copy

@@ -13,9 +13,9 @@ from mlxconv.runtime.program.program import (
     Program,
     Ref,
     Weight,
-    validate,
 )
 from mlxconv.runtime.program.stages import shares, split, value_stages, weights_by_stage
+from mlxconv.runtime.program.stored import validate
 from mlxconv.runtime.program.types import INT, parse_type
 
 
