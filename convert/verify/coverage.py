@@ -51,7 +51,7 @@ def not_covered(case: Case, recipe: Recipe, sizes: Mapping[str, Mapping[str, int
         return ""
     shown = ", ".join(f"{name} {ran[name]}" for name in wanted)
     pixels = "x".join(map(str, size))
-    return f"{case.name}: compared at {shown}; not at {pixels} pixels, as --size {pixels} would"
+    return f"{case.name}: compared at {shown}; add --size {pixels} to compare at {pixels} pixels"
 
 
 def _working_size(recipe: Recipe, config: Mapping[str, Any]) -> tuple[int, int]:

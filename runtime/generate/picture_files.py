@@ -249,8 +249,8 @@ def again(record: Record | None, given: Record) -> Record:
 class Pictures:
     """What a generation made, and how long its phases took, in seconds.
 
-    requests: one a picture, which made alone is the same; records: the same with all that decides
-    it, as `save` writes it into the files. seconds: `encode`, `prepare`,
+    requests: one per image, which alone gives the same image; records: the requests with all other
+    settings, as `save` writes them into the files. seconds: `encode`, `prepare`,
     `first_step`, `steps` (all others), `step_median`, `preview` where there was one, `decode` and
     `total`.
     """

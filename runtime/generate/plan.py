@@ -15,7 +15,7 @@ _CFG = 4.0  # with a negative prompt, where none is asked for
 
 @dataclass(frozen=True)
 class Plan:
-    """requests: one a picture, those of a prompt together."""
+    """requests: one per image, those of a prompt together."""
 
     requests: list[Request]
     scheduler: Scheduler

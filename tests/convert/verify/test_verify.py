@@ -374,7 +374,7 @@ def test_what_was_not_compared_is_said_and_the_command_compares_it(
     monkeypatch.setattr(coverage, "WORKING_SIZE", (128, 96))
     report = verify(flux_bundle("fp32"), flux_checkpoint)
     (note,) = report.notes
-    hint = re.fullmatch(r"transformer: compared at .*; not at 128x96 pixels, as (.*) would", note)
+    hint = re.fullmatch(r"transformer: compared at .*; add (.*) to compare at 128x96 pixels", note)
     assert hint is not None
     assert report.as_json()["sizes"]["transformer"]["forward"]["image_tokens"] < 48
     command = ["verify", str(flux_bundle("fp32")), "--against", str(flux_checkpoint), "--json"]
