@@ -17,7 +17,8 @@ from mlxconv.runtime.hub.names import hub_name
 from mlxconv.runtime.interrupts import check_interrupt
 
 from .lower.program_cache import unpatched, versions
-from .recipe.recipe import Recipe, load_recipe_file
+from .recipe.reading import load_recipe_file
+from .recipe.recipe import Recipe
 from .report import ConvertReport
 from .source.checkpoint import INDEX_NAMES, refuse_foreign_links
 from .source.hub import Asked, Download, opened

@@ -123,7 +123,7 @@ def shared_programs() -> Iterator[None]:
 def flux_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny FluxTransformer2DModel: 2 double and 2 single blocks, fp32."""
     from mlxconv.convert.catalog.figures import tiny_checkpoint
-    from mlxconv.convert.recipe.recipe import load_recipe
+    from mlxconv.convert.recipe.reading import load_recipe
 
     folder = tmp_path_factory.mktemp("flux") / "transformer"
     return tiny_checkpoint(load_recipe("FluxTransformer2DModel"), None, folder)
@@ -165,7 +165,7 @@ def _pipeline(folder: Path) -> Path:
     from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
     from mlxconv.convert.catalog.figures import tiny_checkpoint
-    from mlxconv.convert.recipe.recipe import load_recipe
+    from mlxconv.convert.recipe.reading import load_recipe
 
     clip, t5 = _clip_tokenizer(), _t5_tokenizer()
     flux, vae = load_recipe("FluxTransformer2DModel"), load_recipe(AutoencoderKL.__name__)

@@ -8,7 +8,7 @@ import pytest
 
 from mlxconv.convert.catalog.figures import PRECISIONS
 from mlxconv.convert.catalog.supported import Supported, real_sizes, supported_models
-from mlxconv.convert.recipe.recipe import load_recipe, recipe_names
+from mlxconv.convert.recipe.reading import load_recipe, recipe_names
 
 from .tools.real_size import published
 

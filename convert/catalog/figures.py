@@ -180,7 +180,7 @@ def main(names: Sequence[str]) -> None:
     from tqdm import tqdm
 
     from ..lower.program_cache import versions
-    from ..recipe.recipe import all_recipes, load_recipe, load_recipe_file, recipe_names
+    from ..recipe.reading import all_recipes, load_recipe, load_recipe_file, recipe_names
 
     target = Path(__file__).resolve().parents[2] / "recipes" / "parity.json"
     if list(names) == ["--new"]:

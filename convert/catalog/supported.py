@@ -12,7 +12,8 @@ from typing import Any
 
 from mlxconv.runtime.errors import MlxconvError
 
-from ..recipe.recipe import Recipe, all_recipes
+from ..recipe.reading import all_recipes
+from ..recipe.recipe import Recipe
 from ..report import human_count
 from ..templates import render
 

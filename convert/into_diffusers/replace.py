@@ -34,7 +34,8 @@ from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.generate.options import several
 from mlxconv.runtime.program.program import PROGRAM_FILE
 
-from ..recipe.recipe import Recipe, bundle_recipe
+from ..recipe.reading import bundle_recipe
+from ..recipe.recipe import Recipe
 from ..source.arrays import mlx_to_torch
 from ..source.fake_module import Untouchable
 from ..trace.patches.posteriors import register_posteriors

@@ -17,7 +17,8 @@ from mlxconv.runtime.exec.binding import NotTaken, at
 from mlxconv.runtime.generate.staging import Begun, Staged
 from mlxconv.runtime.program.program import Entry
 
-from ..recipe.recipe import ProgramRecipe, Recipe, evaluate, place
+from ..recipe.examples import place
+from ..recipe.recipe import ProgramRecipe, Recipe, evaluate
 from ..source.arrays import torch_to_mlx
 from ..store.call_recipe import base_of_part
 from ..store.on_demand import trace_call, trace_when_called

@@ -23,7 +23,7 @@ from mlxconv.runtime.bundle import load_component
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.machine import peak_rss_bytes
 
-from ..recipe.recipe import bundle_recipe
+from ..recipe.reading import bundle_recipe
 from ..source.arrays import mlx_to_torch
 from ..source.checkpoint import open_checkpoint
 from ..verify.reference import Reference, load_reference

@@ -31,7 +31,8 @@ from mlxconv.runtime.program.stored import load_program, to_json, validate
 
 from ..lower.compile import Compiled, Size, compile_program, fixed_dims, merge_kinds
 from ..lower.outline import merged
-from ..recipe.recipe import Recipe, bundle_recipe
+from ..recipe.reading import bundle_recipe
+from ..recipe.recipe import Recipe
 from ..source.model_class import bundled_class
 from .bundle_folder import changing
 

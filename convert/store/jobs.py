@@ -23,7 +23,8 @@ from ..quantize.policy import (
     matches,
     parse_precision,
 )
-from ..recipe.recipe import Recipe, load_recipe, parse_recipe, recipe_names
+from ..recipe.reading import load_recipe, parse_recipe, recipe_names
+from ..recipe.recipe import Recipe
 from ..source.checkpoint import (
     Checkpoint,
     Component,

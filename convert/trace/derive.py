@@ -25,7 +25,8 @@ from torch import nn
 
 from mlxconv.runtime.errors import MlxconvError
 
-from ..recipe.recipe import Recipe, parse_recipe, recipe_names
+from ..recipe.reading import parse_recipe, recipe_names
+from ..recipe.recipe import Recipe
 from ..source.fake_module import Untouchable, build_module, merged_config
 from .export import quiet
 

@@ -32,16 +32,8 @@ from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.exec.sizes import dims_of
 from mlxconv.runtime.program.expressions import axes_in
 
-from ..recipe.recipe import (
-    Expression,
-    ProgramRecipe,
-    Recipe,
-    RecipeInput,
-    evaluate,
-    example_inputs,
-    names_in,
-    place,
-)
+from ..recipe.examples import example_inputs, place
+from ..recipe.recipe import Expression, ProgramRecipe, Recipe, RecipeInput, evaluate, names_in
 from ..source.fake_module import build_module, merged_config
 from ..source.keys import tied_weights
 from . import repeats

@@ -10,7 +10,7 @@ from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program.program import PROGRAM_FILE
 from mlxconv.runtime.program.stored import load_program
 
-from ..recipe.recipe import bundle_recipe
+from ..recipe.reading import bundle_recipe
 from ..source.checkpoint import Component
 from .forward import Case, EntryRun
 from .metrics import Row, compare, make_row, to_numpy

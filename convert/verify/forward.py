@@ -15,7 +15,8 @@ import numpy as np
 from mlxconv.runtime.bundle import LoadedComponent, load_component
 from mlxconv.runtime.program.program import Entry, Program
 
-from ..recipe.recipe import Recipe, example_inputs
+from ..recipe.examples import example_inputs
+from ..recipe.recipe import Recipe
 from ..source.checkpoint import Component, full_config
 from .metrics import QUANTIZATION_ERROR, Array, Row, Sums, compare, make_row, to_numpy
 

@@ -25,7 +25,8 @@ from mlxconv.runtime.program.stored import load_program
 
 from ..inspection import inspect
 from ..lower.compile import module_parameters
-from ..recipe.recipe import Recipe, bundle_recipe, load_recipe_file
+from ..recipe.reading import bundle_recipe, load_recipe_file
+from ..recipe.recipe import Recipe
 from ..source.checkpoint import Checkpoint, Component, component_class, full_config
 from ..source.hub import Asked, is_recorded_source, opened, recorded_source, shown_name
 from ..source.model_class import named_config, recorded_class

@@ -881,7 +881,7 @@ def recipe_new(
 
     CLASS is a class of diffusers or transformers, or package.module:Class.
     """
-    from .convert.recipe.recipe import recipe_names
+    from .convert.recipe.reading import recipe_names
 
     if not derive and class_name in recipe_names():
         unused = "; --config has no effect without it" if config else ""

@@ -57,7 +57,7 @@ def peak_bytes() -> int:
 def depth(class_name: str) -> dict[str, Any]:
     """fp32 parity of the recipe's tiny width at the real number of blocks."""
     from mlxconv.convert.catalog.figures import measure
-    from mlxconv.convert.recipe.recipe import load_recipe
+    from mlxconv.convert.recipe.reading import load_recipe
 
     recipe = load_recipe(class_name)
     deep = replace(recipe, tiny={**recipe.tiny, **DEEP[class_name]})
@@ -72,7 +72,7 @@ def trace(class_name: str) -> dict[str, Any]:
     import diffusers
 
     from mlxconv.convert.lower.compile import compile_program
-    from mlxconv.convert.recipe.recipe import load_recipe
+    from mlxconv.convert.recipe.reading import load_recipe
     from mlxconv.runtime.program.stored import to_json
 
     base = peak_bytes()
@@ -99,7 +99,7 @@ def size(class_name: str, *pixels: str) -> dict[str, Any]:
     """The error of each entry at these sizes, beside that of sums added one after the other."""
     from mlxconv.convert.catalog.figures import tiny_checkpoint
     from mlxconv.convert.conversion import convert as run
-    from mlxconv.convert.recipe.recipe import load_recipe
+    from mlxconv.convert.recipe.reading import load_recipe
     from mlxconv.convert.verify.verify import verify
     from mlxconv.runtime.ops import long_sums
 
@@ -259,7 +259,7 @@ def strips(pixels: str, budget_mib: str) -> dict[str, Any]:
 
     from mlxconv import convert as run
     from mlxconv.convert.catalog.figures import tiny_checkpoint
-    from mlxconv.convert.recipe.recipe import load_recipe
+    from mlxconv.convert.recipe.reading import load_recipe
     from mlxconv.runtime.bundle import load_component
     from mlxconv.runtime.generate.tiling import in_strips
 

@@ -23,7 +23,9 @@ from mlxconv.convert.catalog.figures import measure, write_figures
 from mlxconv.convert.catalog.supported import kind_of
 from mlxconv.convert.lower.program_cache import versions
 from mlxconv.convert.quantize.policy import matches
-from mlxconv.convert.recipe.recipe import Recipe, all_recipes, example_inputs, load_recipe
+from mlxconv.convert.recipe.examples import example_inputs
+from mlxconv.convert.recipe.reading import all_recipes, load_recipe
+from mlxconv.convert.recipe.recipe import Recipe
 from mlxconv.convert.source.arrays import torch_to_mlx
 from mlxconv.convert.source.fake_module import merged_config
 from mlxconv.convert.source.model_class import find_class

@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from mlxconv.convert.catalog.figures import tiny_checkpoint
 from mlxconv.convert.conversion import convert
-from mlxconv.convert.recipe.recipe import Recipe, RecipeInput, _values, load_recipe, parse_recipe
+from mlxconv.convert.recipe.examples import _values
+from mlxconv.convert.recipe.reading import load_recipe, parse_recipe
+from mlxconv.convert.recipe.recipe import Recipe, RecipeInput
 from mlxconv.convert.source.arrays import torch_to_mlx
 from mlxconv.convert.source.fake_module import build_module
 from mlxconv.convert.source.keys import tied_weights

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from mlxconv.convert.catalog.figures import tiny_checkpoint
 from mlxconv.convert.conversion import convert
-from mlxconv.convert.recipe.recipe import load_recipe
+from mlxconv.convert.recipe.reading import load_recipe
 
 from .conftest import hub_env, run, start
 from .server import Hub

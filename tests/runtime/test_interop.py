@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from mlxconv.convert.catalog.figures import tiny_checkpoint
 from mlxconv.convert.conversion import convert
-from mlxconv.convert.recipe.recipe import load_recipe
+from mlxconv.convert.recipe.reading import load_recipe
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

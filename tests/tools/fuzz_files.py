@@ -44,7 +44,7 @@ def subjects(folder: Path) -> Path:
     """A tiny pipeline, its bundle, and a text encoder with its bundle; made where they are not."""
     from mlxconv.convert.catalog.figures import tiny_checkpoint
     from mlxconv.convert.conversion import convert
-    from mlxconv.convert.recipe.recipe import load_recipe
+    from mlxconv.convert.recipe.reading import load_recipe
 
     from ..conftest import _pipeline
 

@@ -61,7 +61,7 @@ def build(folder: Path, classes: Sequence[str] = tuple(CLASSES)) -> list[Path]:
 def _convert(name: str, folder: Path) -> None:
     from mlxconv.convert.catalog.figures import tiny_checkpoint
     from mlxconv.convert.conversion import convert
-    from mlxconv.convert.recipe.recipe import load_recipe
+    from mlxconv.convert.recipe.reading import load_recipe
 
     with tempfile.TemporaryDirectory() as scratch:
         source = tiny_checkpoint(load_recipe(name), None, Path(scratch) / name)

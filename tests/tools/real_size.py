@@ -21,7 +21,7 @@ from typing import Any
 from mlxconv.convert.catalog.supported import REAL_SIZES, real_sizes
 from mlxconv.convert.lower.compile import compile_program
 from mlxconv.convert.quantize.policy import matches
-from mlxconv.convert.recipe.recipe import load_recipe
+from mlxconv.convert.recipe.reading import load_recipe
 from mlxconv.convert.source.model_class import find_class
 from mlxconv.runtime.program.stages import shares
 from mlxconv.runtime.program.stored import to_json

@@ -18,7 +18,7 @@ import transformers
 from mlxconv.convert.catalog.figures import tiny_checkpoint
 from mlxconv.convert.conversion import convert
 from mlxconv.convert.into_diffusers.replace import into_diffusers
-from mlxconv.convert.recipe.recipe import all_recipes, load_recipe
+from mlxconv.convert.recipe.reading import all_recipes, load_recipe
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program.program import PROGRAM_FILE
 

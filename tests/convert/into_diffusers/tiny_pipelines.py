@@ -11,7 +11,7 @@ from typing import Any
 import diffusers
 import torch
 
-from mlxconv.convert.recipe.recipe import load_recipe
+from mlxconv.convert.recipe.reading import load_recipe
 
 from ...runtime.generate.tiny_families import QWEN_VAE, TWO_LEVELS
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from mlxconv.convert.recipe.recipe import load_recipe
+from mlxconv.convert.recipe.reading import load_recipe
 
 from ...conftest import _pipeline
 from ...runtime.generate import tiny_families as families

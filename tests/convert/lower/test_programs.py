@@ -14,7 +14,7 @@ from mlxconv.convert.lower.compile import (
     merge_kinds,
     module_parameters,
 )
-from mlxconv.convert.recipe.recipe import load_recipe, load_recipe_file
+from mlxconv.convert.recipe.reading import load_recipe, load_recipe_file
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.exec.executor import Executor
 from mlxconv.runtime.program.program import Parameter

@@ -10,15 +10,9 @@ import torch
 
 from mlxconv.convert.catalog.figures import tiny_module
 from mlxconv.convert.quantize.policy import matches
-from mlxconv.convert.recipe.recipe import (
-    all_recipes,
-    bundle_recipe,
-    evaluate,
-    example_inputs,
-    load_recipe,
-    load_recipe_file,
-    names_in,
-)
+from mlxconv.convert.recipe.examples import example_inputs
+from mlxconv.convert.recipe.reading import all_recipes, bundle_recipe, load_recipe, load_recipe_file
+from mlxconv.convert.recipe.recipe import evaluate, names_in
 from mlxconv.runtime.errors import MlxconvError
 
 MINIMAL = """

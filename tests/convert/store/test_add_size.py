@@ -23,7 +23,8 @@ from mlxconv.cli import cli
 from mlxconv.convert.catalog.figures import tiny_checkpoint
 from mlxconv.convert.conversion import convert
 from mlxconv.convert.lower.compile import Compiled
-from mlxconv.convert.recipe.recipe import example_inputs, load_recipe, load_recipe_file
+from mlxconv.convert.recipe.examples import example_inputs
+from mlxconv.convert.recipe.reading import load_recipe, load_recipe_file
 from mlxconv.convert.source.arrays import torch_to_mlx
 from mlxconv.convert.store import on_demand
 from mlxconv.convert.store.add_size import add_sizes, replace_program

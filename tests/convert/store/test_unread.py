@@ -16,7 +16,7 @@ from mlxconv.cli import cli
 from mlxconv.convert.catalog.figures import tiny_checkpoint
 from mlxconv.convert.conversion import convert
 from mlxconv.convert.inspection import inspect
-from mlxconv.convert.recipe.recipe import load_recipe, parse_recipe
+from mlxconv.convert.recipe.reading import load_recipe, parse_recipe
 from mlxconv.convert.store.unread import with_unused
 from mlxconv.convert.verify.verify import verify
 from mlxconv.runtime.errors import MlxconvError

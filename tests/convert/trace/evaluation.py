@@ -11,14 +11,8 @@ import torch
 from torch import nn
 
 from mlxconv.convert.lower.lowering import lower
-from mlxconv.convert.recipe.recipe import (
-    Dim,
-    PrecisionRules,
-    ProgramRecipe,
-    Recipe,
-    RecipeInput,
-    example_inputs,
-)
+from mlxconv.convert.recipe.examples import example_inputs
+from mlxconv.convert.recipe.recipe import Dim, PrecisionRules, ProgramRecipe, Recipe, RecipeInput
 from mlxconv.convert.source.fake_module import merged_config
 from mlxconv.convert.trace.export import trace
 from mlxconv.runtime.ops import OPS, dtype_of

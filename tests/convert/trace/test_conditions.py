@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from mlxconv.convert.recipe.recipe import Recipe, parse_recipe
+from mlxconv.convert.recipe.reading import parse_recipe
+from mlxconv.convert.recipe.recipe import Recipe
 from mlxconv.convert.trace.export import trace
 
 RECIPE = """

@@ -13,7 +13,8 @@ from torch import nn
 from torch.fx.experimental.sym_node import SymNode
 
 from mlxconv.convert.lower.compile import compile_program
-from mlxconv.convert.recipe.recipe import Recipe, parse_recipe
+from mlxconv.convert.recipe.reading import parse_recipe
+from mlxconv.convert.recipe.recipe import Recipe
 from mlxconv.convert.store.add_size import extended
 from mlxconv.convert.trace.export import trace
 from mlxconv.runtime.errors import MlxconvError

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from mlxconv.cli import cli
 from mlxconv.convert.catalog.figures import tiny_checkpoint
 from mlxconv.convert.conversion import convert
-from mlxconv.convert.recipe.recipe import load_recipe, load_recipe_file
+from mlxconv.convert.recipe.reading import load_recipe, load_recipe_file
 from mlxconv.convert.store import jobs
 from mlxconv.convert.trace.derive import derive_recipe, new_recipe
 from mlxconv.convert.verify.verify import verify

@@ -10,7 +10,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from mlxconv.convert.recipe.recipe import ProgramRecipe, example_inputs, load_recipe
+from mlxconv.convert.recipe.examples import example_inputs
+from mlxconv.convert.recipe.reading import load_recipe
+from mlxconv.convert.recipe.recipe import ProgramRecipe
 from mlxconv.convert.source.fake_module import build_module, merged_config
 from mlxconv.convert.trace import repeats
 from mlxconv.convert.trace.export import trace

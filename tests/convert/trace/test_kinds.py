@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 from mlxconv.convert.catalog.figures import tiny_checkpoint
 from mlxconv.convert.conversion import convert
-from mlxconv.convert.recipe.recipe import example_inputs, load_recipe
+from mlxconv.convert.recipe.examples import example_inputs
+from mlxconv.convert.recipe.reading import load_recipe
 from mlxconv.convert.source.arrays import torch_to_mlx
 from mlxconv.convert.source.fake_module import merged_config
 from mlxconv.convert.source.model_class import find_class

@@ -11,7 +11,7 @@ import pytest
 
 from mlxconv.convert.catalog.figures import tiny_checkpoint
 from mlxconv.convert.conversion import convert
-from mlxconv.convert.recipe.recipe import load_recipe
+from mlxconv.convert.recipe.reading import load_recipe
 from mlxconv.runtime.bundle import LoadedComponent, load_component
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.exec.strips import RULES, Strips, evenly

@@ -16,7 +16,7 @@ from PIL import Image
 from mlxconv.cli import cli
 from mlxconv.convert.catalog.figures import tiny_checkpoint
 from mlxconv.convert.conversion import convert
-from mlxconv.convert.recipe.recipe import load_recipe
+from mlxconv.convert.recipe.reading import load_recipe
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.generate.decode import LinearDecoder
 from mlxconv.runtime.generate.pipeline import Pipeline, load

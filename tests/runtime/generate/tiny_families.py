@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxconv.convert.catalog.figures import tiny_checkpoint
-from mlxconv.convert.recipe.recipe import load_recipe
+from mlxconv.convert.recipe.reading import load_recipe
 from mlxconv.runtime.generate.families.flux2 import _MISTRAL
 from mlxconv.runtime.generate.families.qwen_image import _TEMPLATE
 from mlxconv.runtime.generate.families.sana import _INSTRUCTION
