@@ -63,8 +63,8 @@ def connect(repo: str) -> HfApi:
     check_repo_id(repo)
     if current_token() is None:
         raise MlxconvError(
-            f"{repo}: nobody is logged in to the Hub; log in by `hf auth login` or set HF_TOKEN, "
-            "with a token that may write"
+            f"{repo}: you are not logged in to the Hub; log in with `hf auth login` or set "
+            "HF_TOKEN, with a token that may write"
         )
     api = HfApi(library_name="mlxconv")
     with hub_errors(repo, writing=True):

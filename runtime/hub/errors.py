@@ -21,7 +21,7 @@ _FULL_TEXT = re.compile(r"No space left on device|Disk quota exceeded|os error (
 _XET_TEXT = re.compile(r"(?i)\bxet|reconstruction|\bcas\b|task error|data processing|network error")
 _NOBODY = ("ConnectError", "ConnectTimeout", "ProxyError", "UnsupportedProtocol")
 _AGAIN = "run the same command again: files that are complete are kept"
-_LOGIN = "log in by `hf auth login` or set HF_TOKEN"
+_LOGIN = "log in with `hf auth login` or set HF_TOKEN"
 _WITHOUT_XET = "HF_HUB_DISABLE_XET=1 goes another way"
 
 

@@ -283,7 +283,7 @@ def _remove_licence(bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("token", "repo", "told"),
     [
-        (None, REPO, "nobody is logged in"),
+        (None, REPO, "you are not logged in"),
         ("hf_wrong_token_0123456789", REPO, "does not accept the token"),
         (READ_TOKEN, REPO, "only reads"),
         (TOKEN, "somebody/model", 'rights to create or change models of "somebody"'),
