@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -72,24 +74,43 @@ def find_class(library: str, class_name: str, where: Path) -> type:
     `library` is diffusers, transformers or, as in model_index.json, a module of
     diffusers.pipelines.
     """
+    module = _library(library, class_name, where)
+    found: Any = getattr(module, class_name, None)
+    if not is_model(found):
+        hint = _placeholder_hint(found) or close_classes(class_name, module)
+        raise MlxconvError(
+            f"{where}: {library_version(library)} has no model class {class_name!r}{hint}; "
+            f"{_own_class_hint(where, 'MODULE', class_name)}"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _own_class_hint(where: Path, module: str, class_name: str) -> str:
+    command = shlex.join(["mlxconv", "convert", str(where), "--class", f"{module}:{class_name}"])
+    return f"a class of your own is converted by: {command}"
+
+
+def close_classes(class_name: str, *libraries: Any) -> str:
+    """` (did you mean A or B?)`: model classes whose names are like this one, if any."""
+    near = [
+        name
+        for library in libraries
+        for name in difflib.get_close_matches(class_name, dir(library), 2, 0.85)
+        if is_model(getattr(library, name))
+    ]
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
+
+
+def is_model(found: Any) -> bool:
+    """Whether something is a torch module class."""
     import torch
 
-    found = getattr(_library(library, where), class_name, None)
-    if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
-        installed = library_version(library)
-        raise MlxconvError(
-            f"{where}: unknown class {class_name!r} of {library} (installed: {installed});"
-            f"{_placeholder_hint(found)} add a recipe TOML (see docs/ADDING_A_MODEL.md), "
-            "or pass --recipe FILE"
-        )
-    return found
+    return isinstance(found, type) and issubclass(found, torch.nn.Module)
 
 
 def named_class(module: str, class_name: str) -> type:
     """The torch module class that a user named by its module, which is imported; the current folder
     is searched last."""
-    import torch
-
     try:
         found = getattr(_imported(module), class_name, None)
     except (ImportError, TypeError, ValueError) as error:
@@ -97,9 +118,9 @@ def named_class(module: str, class_name: str) -> type:
             f"--class {module}:{class_name}: cannot import {module} ({error}); run mlxconv in the "
             "folder that has it, install it, or set PYTHONPATH"
         ) from error
-    if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
+    if not is_model(found):
         raise MlxconvError(f"--class {module}:{class_name}: {module} has no such torch module")
-    return found
+    return found  # type: ignore[no-any-return]
 
 
 def _imported(module: str) -> Any:
@@ -142,7 +163,7 @@ def recorded_class(module: str, class_name: str, folders: Sequence[Path]) -> str
     return f"{module}:{class_name}"
 
 
-def _library(library: str, where: Path) -> Any:
+def _library(library: str, class_name: str, where: Path) -> Any:
     import diffusers
     import transformers
 
@@ -152,8 +173,7 @@ def _library(library: str, where: Path) -> Any:
     if module is None:
         raise MlxconvError(
             f"{where}: library {library!r} is neither diffusers, transformers nor a module of "
-            "diffusers.pipelines; add a recipe TOML (see docs/ADDING_A_MODEL.md), "
-            "or pass --recipe FILE"
+            f"diffusers.pipelines; {_own_class_hint(where, library, class_name)}"
         )
     return module
 
@@ -170,4 +190,4 @@ def library_version(library: str) -> str:
 def _placeholder_hint(found: Any) -> str:
     """diffusers puts placeholder classes where an optional package is not installed."""
     backends = getattr(found, "_backends", None)
-    return f" install {', '.join(backends)} for it, or" if backends else ""
+    return f" without {', '.join(backends)}, which has to be installed for it" if backends else ""

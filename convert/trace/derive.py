@@ -132,7 +132,7 @@ def new_recipe(class_name: str, config: Path | None = None, *, derive: bool = Fa
     """
     from mlxconv.runtime.files import read_json
 
-    from ..source.model_class import constructing, find_class, named_class
+    from ..source.model_class import constructing, named_class
 
     module, colon, name = class_name.rpartition(":")
     if not derive and class_name in recipe_names():
@@ -141,8 +141,7 @@ def new_recipe(class_name: str, config: Path | None = None, *, derive: bool = Fa
     if colon:
         cls: Any = named_class(module, name)
     else:
-        module = "diffusers" if hasattr(diffusers, class_name) else "transformers"
-        cls = find_class(module, class_name, Path(class_name))
+        module, cls = _library_class(class_name)
     file = config / "config.json" if config is not None and config.is_dir() else config
     values = read_json(file) if file is not None else {}
     if hasattr(cls, "config_class"):
@@ -152,6 +151,24 @@ def new_recipe(class_name: str, config: Path | None = None, *, derive: bool = Fa
         known = inspect.signature(cls).parameters
         values = {k: v for k, v in values.items() if k in known}
     return derive_recipe(cls, values, module)[1]
+
+
+def _library_class(class_name: str) -> tuple[str, Any]:
+    """The library that has a model class of this name, and the class."""
+    import transformers
+
+    from ..source.model_class import close_classes, is_model, library_version
+
+    for library in (diffusers, transformers):
+        found = getattr(library, class_name, None)
+        if is_model(found):
+            return library.__name__, found
+    installed = " and ".join(map(library_version, ("diffusers", "transformers")))
+    raise MlxconvError(
+        f"{class_name}: no model class of {installed}"
+        f"{close_classes(class_name, diffusers, transformers)}; "
+        f"a class of your own is named MODULE:{class_name}"
+    )
 
 
 class _Search:

@@ -413,11 +413,11 @@ def test_component_classes_are_those_of_the_libraries(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["NoSuchModel", "__version__", "FlowMatchEulerDiscreteScheduler"])
-def test_an_unknown_class_says_how_to_add_a_recipe(single: Path, given: str) -> None:
+def test_an_unknown_class_says_how_to_name_ones_own(single: Path, given: str) -> None:
     edit_json(single / "config.json", _class_name=given)
     component = only(open_checkpoint(single))
 
-    says = rf"{given}.* add a recipe TOML \(see docs/ADDING_A_MODEL\.md\), or pass --recipe"
+    says = rf"{given}.*of your own is converted by: mlxconv convert .* --class MODULE:{given}$"
     with pytest.raises(MlxconvError, match=says):
         component_class(component)
 
@@ -426,7 +426,7 @@ def test_an_unknown_library_is_named(pipeline: Path) -> None:
     edit_json(pipeline / "model_index.json", vae=["my_code", "MyVae"])
     component = open_checkpoint(pipeline).components["vae"]
 
-    with pytest.raises(MlxconvError, match="library 'my_code' is neither"):
+    with pytest.raises(MlxconvError, match="library 'my_code' is neither.*--class my_code:MyVae"):
         component_class(component)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,28 @@ def test_a_class_of_ones_own_converts_and_verifies(own: Path, q: str, tmp_path: 
     assert checked.exit_code == 0, checked.output
     tiers = json.loads(checked.stdout)["tiers"]
     assert {row["tier"] for row in tiers} == {"weights", "forward"}
+
+
+def test_the_hints_for_a_class_of_ones_own_work_as_printed(own: Path, tmp_path: Path) -> None:
+    config = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps({**config, "_class_name": "Denoiser"}))
+    hints = []
+    for arguments in (["convert", str(own)], ["recipe", "new", "Denoiser"]):
+        refused = CliRunner().invoke(cli, arguments)
+        assert refused.exit_code == 1 and "--recipe" not in str(refused.exception)
+        hints.append(str(refused.exception).replace("MODULE:", "ownmodel:"))
+    command = shlex.split(hints[0].partition("mlxconv ")[2])
+    out = ["-o", str(tmp_path / "out")]
+    assert CliRunner().invoke(cli, [*command, *out]).exit_code == 0
+    named = CliRunner().invoke(cli, ["recipe", "new", hints[1].rpartition(" ")[2]])
+    assert named.exit_code == 0 and "Denoiser" in named.stdout
+
+
+@pytest.mark.parametrize("wrong", ["FluxTransformer2dModel", "AutoencodrKL", "BertModl"])
+def test_a_class_that_is_misspelt_is_shown_the_right_one(wrong: str) -> None:
+    refused = CliRunner().invoke(cli, ["recipe", "new", wrong])
+    (near,) = re.findall(r"did you mean (\w+)", str(refused.exception))
+    assert CliRunner().invoke(cli, ["recipe", "new", near]).exit_code == 0
 
 
 @pytest.mark.parametrize(
