@@ -426,7 +426,7 @@ def test_an_unknown_library_is_named(pipeline: Path) -> None:
     edit_json(pipeline / "model_index.json", vae=["my_code", "MyVae"])
     component = open_checkpoint(pipeline).components["vae"]
 
-    with pytest.raises(MlxconvError, match="library 'my_code' is neither.*--class my_code:MyVae"):
+    with pytest.raises(MlxconvError, match=r"library 'my_code' is neither.*--class my_code:MyVae"):
         component_class(component)
 
 
