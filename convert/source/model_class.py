@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from mlxconv.runtime.errors import MlxconvError
 
@@ -82,7 +82,7 @@ def find_class(library: str, class_name: str, where: Path) -> type:
             f"{where}: {library_version(library)} has no model class {class_name!r}{hint}; "
             f"{_own_class_hint(where, 'MODULE', class_name)}"
         )
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _own_class_hint(where: Path, module: str, class_name: str) -> str:
@@ -101,7 +101,7 @@ def close_classes(class_name: str, *libraries: Any) -> str:
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
-def is_model(found: Any) -> bool:
+def is_model(found: Any) -> TypeGuard[type]:
     """Whether something is a torch module class."""
     import torch
 
@@ -120,7 +120,7 @@ def named_class(module: str, class_name: str) -> type:
         ) from error
     if not is_model(found):
         raise MlxconvError(f"--class {module}:{class_name}: {module} has no such torch module")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _imported(module: str) -> Any:
