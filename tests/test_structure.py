@@ -114,6 +114,50 @@ def test_circles_are_found() -> None:
     assert circles(uses) == [["b", "c"], ["d", "e"]]
 
 
+LIBRARIES = ("torch", "diffusers", "transformers")
+CHANGING = frozenset(
+    "set_num_threads set_default_dtype register_pytree_node _private_register_pytree_node "
+    "_deregister_pytree_node Library register_fake disable_progress_bar".split()
+)
+
+
+def library_changes(text: str) -> list[int]:
+    """Lines that assign to an attribute of a library's module or class, or change its state."""
+    tree, names, found = ast.parse(text), set[str](), []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            for name in node.names:
+                origin = node.module if isinstance(node, ast.ImportFrom) else name.name
+                if not getattr(node, "level", 0) and (origin or "").split(".")[0] in LIBRARIES:
+                    names.add((name.asname or name.name).split(".")[0])
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        if isinstance(node, (ast.Assign, ast.Delete)):
+            targets = [e for t in node.targets for e in getattr(t, "elts", [t])]
+        elif isinstance(node, ast.AugAssign):
+            targets = [node.target]
+        elif isinstance(node, ast.Call):
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if called in CHANGING:
+                found.append(node.lineno)
+            elif called in ("setattr", "delattr", "replaced", "vars"):
+                targets = [ast.Attribute(value=arg) for arg in node.args[:1]]
+        for target in targets:
+            while isinstance(target, (ast.Attribute, ast.Subscript)):
+                target = target.value
+                if isinstance(target, ast.Name) and target.id in names:
+                    found.append(node.lineno)
+    return found
+
+
+def test_libraries_are_changed_in_one_folder() -> None:
+    """`convert/trace/patches/` undoes what it changes: tests/convert/trace/test_patches.py."""
+    lines = {str(f): library_changes((ROOT / f).read_text(encoding="utf-8")) for f in FILES}
+    found = {file: where for file, where in lines.items() if where}
+    assert {f for f in found if not f.startswith("convert/trace/patches/")} == set(), found
+    assert found  # those that the rule finds in the folder
+
+
 def test_the_runtime_names_nothing_of_the_converter() -> None:
     named = [
         str(file)

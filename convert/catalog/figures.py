@@ -18,6 +18,7 @@ from typing import Any
 from ..conversion import convert
 from ..recipe.recipe import Recipe
 from ..source.model_class import find_class
+from ..trace.patches.threads import one_thread
 from ..verify.forward import NOISE
 from ..verify.metrics import Row
 from ..verify.verify import verify
@@ -54,10 +55,9 @@ def tiny_checkpoint(recipe: Recipe, variant: str | None, folder: Path, seed: int
     """
     import torch
 
-    torch.set_num_threads(1)
     module = tiny_module(recipe, variant)
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
+    with torch.no_grad(), one_thread():
         for name, parameter in module.named_parameters():
             parameter.copy_(_weights(name, parameter.shape, generator))
     module.save_pretrained(str(folder))

@@ -37,8 +37,8 @@ from mlxconv.runtime.program.program import PROGRAM_FILE
 from ..recipe.reading import bundle_recipe
 from ..recipe.recipe import Recipe
 from ..source.arrays import mlx_to_torch
-from ..source.fake_module import Untouchable
-from ..trace.patches.posteriors import register_posteriors
+from ..trace.fake_module import Untouchable
+from ..trace.patches.posteriors import posteriors
 from .parameters import CHANGE_FIRST, StoredWeights, give_to_bundle, named_tensors
 from .same_model import check_same_model, refuse_adapters
 from .ways import Model, Way
@@ -100,7 +100,6 @@ def _replace(
     local: bool,
 ) -> None:
     module = shell.module
-    register_posteriors(module)
     if getattr(getattr(module, "config", None), "force_upcast", False):
         dtype = dtype or "float32"  # the class overflows in half precision, says its configuration
     model = Model(loaded.path, recipe, shell.dtype, dtype, compile, local)
@@ -236,7 +235,7 @@ class _Bridge:
                     f"cannot run in MLX one by one ({error}); it is computed whole",
                     stacklevel=2,
                 )
-        with self._without(wishes):
+        with self._without(wishes), posteriors(self.shell.module):
             return self._whole(args, kwargs)
 
     @contextmanager

@@ -161,7 +161,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _defaults(cls: type, config: Mapping[str, Any]) -> dict[str, Any]:
-    from ..source.fake_module import merged_config
+    from ..trace.fake_module import merged_config
 
     return merged_config(cls, config)
 
@@ -176,7 +176,7 @@ def _constants(
     """
     import torch
 
-    from ..source.fake_module import build_module
+    from ..trace.fake_module import build_module
 
     found = {name: (traced.constants[name], False) for name in names}
     low = [name for name in names if traced.constants[name].dtype == traced.dtype]
@@ -262,7 +262,7 @@ def module_parameters(
                 config_class.from_pretrained(path, local_files_only=True, trust_remote_code=False)
             )
     else:
-        from ..source.fake_module import build_module
+        from ..trace.fake_module import build_module
 
         with named_config(path):
             made, _ = build_module(cls, config)

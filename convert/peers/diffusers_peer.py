@@ -74,7 +74,7 @@ def run(data: dict[str, Any]) -> dict[str, Any]:
         "cpu": cpu,
         "count": job.steps,
         "peak_rss_bytes": peak_rss_bytes(),
-        "version": _version() + (", torch.compile" if data.get("compiled") else ""),
+        "version": _version(reference) + (", torch.compile" if data.get("compiled") else ""),
     }
 
 
@@ -94,10 +94,12 @@ def _as_torch(value: Any) -> Any:
     return value
 
 
-def _version() -> str:
+def _version(reference: Reference) -> str:
     import diffusers
 
-    return f"{diffusers.__version__} (torch {torch.__version__}, {torch.get_num_threads()} threads)"
+    with reference.running():
+        threads = torch.get_num_threads()
+    return f"{diffusers.__version__} (torch {torch.__version__}, {threads} threads)"
 
 
 def main() -> None:

@@ -8,12 +8,13 @@ bit-identical to `mx.quantize` on CPU.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..trace.patches.threads import one_thread
 
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
@@ -51,7 +52,7 @@ def quantize_affine(
     """
     rounding, work, done = _ROUNDINGS[dtype], Workspace(group), 0
     words = np.empty((work.groups, group * bits // 32), np.uint32)
-    with np.errstate(all="ignore"), _one_thread():
+    with np.errstate(all="ignore"), one_thread():
         for source in blocks(pieces, group):
             work.load(source)
             exact = _dtype_name(source) == dtype
@@ -232,18 +233,6 @@ def _torch() -> Any:
     import torch  # only when something is quantized: it takes a second
 
     return torch
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """torch on one thread: a pass over a block is too short to share, and waiting threads spin."""
-    torch = _torch()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _tensor(array: Array) -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.files import read_json
 
-from .class_config import constructor_config, transformers_config
 from .keys import KeyMatch, match_keys, tied_weights
 from .model_class import current_class_name, find_class, named_class
 from .safetensors_io import StoredTensor
@@ -23,7 +22,6 @@ __all__ = [
     "KeyMatch",
     "StoredTensor",
     "component_class",
-    "full_config",
     "match_keys",
     "open_checkpoint",
     "open_component",
@@ -148,20 +146,6 @@ def component_class(component: Component) -> type:
     if component.named:
         return named_class(component.library, component.class_name)
     return find_class(component.library, component.class_name, component.path)
-
-
-def full_config(component: Component) -> dict[str, Any]:
-    """config.json made self-contained: constructor defaults filled in, unknown keys dropped.
-
-    JSON-serialisable. For diffusers classes with `_class_name` and `_diffusers_version`.
-    """
-    cls = component_class(component)
-    ours = hasattr(cls, "extract_init_dict") or (
-        component.named and not hasattr(cls, "config_class")
-    )
-    if ours:
-        return constructor_config(cls, component.config, component.path)
-    return transformers_config(cls, component.path)
 
 
 def refuse_foreign_links(folder: Path, root: Path) -> None:

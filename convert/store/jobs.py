@@ -30,12 +30,11 @@ from ..source.checkpoint import (
     Component,
     KeyMatch,
     component_class,
-    full_config,
     match_keys,
     tied_weights,
 )
-from ..source.class_config import unknown_keys
 from ..source.model_class import named_config
+from ..trace.class_config import full_config, unknown_keys
 from .bundle_files import refuse_nested
 from .effects import check_effects
 from .options import ConvertOptions, Job, Run, is_vae

@@ -17,7 +17,7 @@ from mlxconv.runtime.exec.sizes import dims_of
 from ..lower.compile import Compiled
 from ..recipe.recipe import ProgramRecipe
 from ..source.arrays import torch_to_mlx
-from ..source.fake_module import merged_config
+from ..trace.fake_module import merged_config
 from .add_size import Traceable, add_programs, extended, stored_constants
 from .call_recipe import recipes_of_call
 

@@ -15,6 +15,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,6 +34,7 @@ from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program.program import MAX_TEXT
 
 from ..recipe.recipe import evaluate
+from .patches.guards import watched_guards
 from .traced import TracedInput
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -40,7 +42,7 @@ _OURS = str(Path(__file__).parent)
 
 
 class Decisions:
-    """Inside, notes what is decided by a size, as conditions that held.
+    """What is decided by a size, as conditions that held.
 
     ``alike``: functions, by qualified name, whose ways compute the same.
     """
@@ -48,38 +50,15 @@ class Decisions:
     def __init__(self, alike: Collection[str] = ()) -> None:
         self.alike = alike
         self.noted: dict[sympy.Basic, None] = {}
-        self._before: list[tuple[type, str, Any]] = []
 
-    def __enter__(self) -> Decisions:
-        truth: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__
+    def watched(self) -> AbstractContextManager[None]:
+        """Inside, decisions are noted."""
 
-        def decided(self_: torch.SymBool) -> bool:
-            answer = truth(self_)
-            if _is_condition(sys._getframe(1), self.alike):
-                self._note(self_.node, answer)
-            return answer
-
-        def becomes(guard: Callable[..., Any]) -> Callable[..., Any]:
-            def guarded(node: SymNode, file: str, line: int) -> Any:
-                answer = guard(node, file, line)
+        def asked(frame: FrameType, node: SymNode, answer: bool) -> None:
+            if _is_condition(frame, self.alike):
                 self._note(node, answer)
-                return answer
 
-            return guarded
-
-        self._put(torch.SymBool, "__bool__", decided)
-        self._put(SymNode, "guard_int", becomes(SymNode.guard_int))
-        self._put(SymNode, "guard_float", becomes(SymNode.guard_float))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self._before:
-            owner, name, value = self._before.pop()
-            setattr(owner, name, value)
-
-    def _put(self, owner: type, name: str, value: Any) -> None:
-        self._before.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, value)
+        return watched_guards(asked, self._note)
 
     def _note(self, node: SymNode, answer: bool | float) -> None:
         expression: Any = node._expr if isinstance(node, SymNode) else None

@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import re
 import traceback
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -27,8 +26,8 @@ from mlxconv.runtime.errors import MlxconvError
 
 from ..recipe.reading import parse_recipe, recipe_names
 from ..recipe.recipe import Recipe
-from ..source.fake_module import Untouchable, build_module, merged_config
-from .export import quiet
+from .fake_module import Untouchable, build_module, merged_config
+from .patches.lean import quiet
 
 _TRIES = 400
 # Widths that are not known yet: primes that no model has as a size.
@@ -323,8 +322,7 @@ class _Search:
         sizes = {**self.dims, **(dims or {})}
         handle = nn.modules.module.register_module_forward_hook(lambda *_: done.append(1))
         try:
-            with quiet(), warnings.catch_warnings(), self.mode, torch.no_grad():
-                warnings.simplefilter("ignore")
+            with quiet(), self.mode, torch.no_grad():
                 kwargs = {name: self.value(name, guess, sizes) for name, guess in given.items()}
                 if any(p.name == "return_dict" for p in self.signature):
                     kwargs["return_dict"] = False

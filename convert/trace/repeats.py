@@ -25,50 +25,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.node import _side_effectful_functions
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-_LIBRARY = torch.library.Library("mlxconv", "FRAGMENT")  # type: ignore[no-untyped-call]
-for _schema in (
-    "enter(Tensor x, str call, int index) -> Tensor",
-    "leave(Tensor x, str call, int index) -> Tensor",
-    "again(Tensor[] inputs, str path, str call) -> Tensor[]",
-):
-    _LIBRARY.define(_schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
-for _mark in ("enter", "leave"):
-    _LIBRARY.impl(  # type: ignore[no-untyped-call]
-        _mark, lambda x, call, index: x.clone(), "CompositeExplicitAutograd"
-    )
-
-
-@torch.library.register_fake("mlxconv::enter", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-@torch.library.register_fake("mlxconv::leave", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _mark_fake(x: torch.Tensor, call: str, index: int) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-@torch.library.register_fake("mlxconv::again", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _again_fake(inputs: list[torch.Tensor], path: str, call: str) -> list[torch.Tensor]:
-    return [output.like(inputs) for output in _OUTPUTS[call]]
-
-
-@dataclass(frozen=True)
-class _Output:
-    """A tensor that a block computes: each size a number, that of an input's axis, or a symbol.
-
-    Inputs of equal calls have the same symbolic sizes, so their outputs have too.
-    """
-
-    sizes: tuple[int | torch.SymInt | tuple[int, int], ...]
-    dtype: torch.dtype
-
-    def like(self, inputs: list[torch.Tensor]) -> torch.Tensor:
-        sizes = [inputs[n[0]].shape[n[1]] if isinstance(n, tuple) else n for n in self.sizes]
-        return inputs[0].new_empty(sizes, dtype=self.dtype)
-
-
-_OUTPUTS: dict[str, tuple[_Output, ...]] = {}
+from .patches.labels import Label, watched_labels
+from .patches.operators import OUTPUTS, Output, marked_outputs
 
 
 class Unrepeatable(Exception):
@@ -88,7 +49,7 @@ class Equals:
 
     first: str
     paths: tuple[str, ...]
-    labels: frozenset[tuple[type, str]]
+    labels: frozenset[Label]
 
 
 def equal_members(module: nn.Module) -> list[Equals]:
@@ -222,51 +183,23 @@ def traced_once(module: nn.Module, apart: set[str] | None) -> Iterator[set[str]]
     module.forward = forward
     for path, group, child in members:
         child.forward = _block_forward(child, path, group, trace)
-    held = {(cls, name): vars(cls)[name] for cls, name in labels if name in vars(cls)}
-    for cls, name in labels:
-        setattr(cls, name, _Watched(cls, name, trace.reads))
-    # An output that nobody reads of the first block may be read of a later one.
-    _side_effectful_functions.add(torch.ops.mlxconv.leave.default)
     try:
-        yield trace.met
+        with watched_labels(labels, trace.reads), marked_outputs():
+            yield trace.met
     finally:
-        _side_effectful_functions.discard(torch.ops.mlxconv.leave.default)
-        _OUTPUTS.clear()
         for child, earlier in before:
             del child.forward
             if earlier is not None:
                 child.forward = earlier
-        for cls, name in labels:
-            delattr(cls, name)
-            if (cls, name) in held:
-                setattr(cls, name, held[cls, name])
 
 
 @dataclass
 class _Trace:
     """What was met so far: calls by what they were given, labels read, blocks written again."""
 
-    reads: list[tuple[type, str]]
+    reads: list[Label]
     calls: dict[Any, _Call] = field(default_factory=dict)
     met: set[str] = field(default_factory=set)
-
-
-@dataclass
-class _Watched:
-    """An attribute of instances, put on their class to see when one is read."""
-
-    cls: type
-    name: str
-    reads: list[tuple[type, str]]
-
-    def __get__(self, instance: Any, owner: type) -> Any:
-        if self.name not in vars(instance or owner):
-            raise AttributeError(self.name)
-        self.reads.append((self.cls, self.name))
-        return vars(instance or owner)[self.name]
-
-    def __set__(self, instance: Any, value: Any) -> None:
-        vars(instance)[self.name] = value
 
 
 def _block_forward(child: nn.Module, path: str, group: Equals, trace: _Trace) -> Callable[..., Any]:
@@ -379,7 +312,7 @@ def _finish(
         if isinstance(size, torch.SymInt)
     }
     sources: list[tuple[str, Any]] = []
-    made: list[_Output] = []
+    made: list[Output] = []
     computed: list[torch.Tensor] = []
     twice: dict[int, int] = {}  # the place of an output among `computed`
     repeatable = True
@@ -390,7 +323,7 @@ def _finish(
             sizes = tuple(n if isinstance(n, int) else axes.get(str(n), n) for n in value.shape)
             sources.append(("output", len(made)))
             twice[id(value)] = len(made)
-            made.append(_Output(sizes, value.dtype))
+            made.append(Output(sizes, value.dtype))
             computed.append(torch.ops.mlxconv.leave(value, call.name, len(computed)))
         elif isinstance(value, torch.Tensor):
             sources.append(("input", places[id(value)]))
@@ -400,7 +333,7 @@ def _finish(
     found = replace(call, name=call.name if computed else "", spec=spec, sources=tuple(sources))
     if repeatable:
         calls[key] = found
-        _OUTPUTS[call.name] = tuple(made)
+        OUTPUTS[call.name] = tuple(made)
     return found.outputs(leaves, computed)
 
 

@@ -9,7 +9,7 @@ from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.program.program import Program
 
 from ..recipe.recipe import Recipe, evaluate, names_in
-from ..source.checkpoint import full_config
+from ..trace.class_config import full_config
 from .forward import Case, EntryRun, fits
 
 WORKING_SIZE = (1024, 1024)  # pixels at which people work

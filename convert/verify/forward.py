@@ -17,7 +17,8 @@ from mlxconv.runtime.program.program import Entry, Program
 
 from ..recipe.examples import example_inputs
 from ..recipe.recipe import Recipe
-from ..source.checkpoint import Component, full_config
+from ..source.checkpoint import Component
+from ..trace.class_config import full_config
 from .metrics import QUANTIZATION_ERROR, Array, Row, Sums, compare, make_row, to_numpy
 
 if TYPE_CHECKING:

@@ -8,10 +8,9 @@ offers of its own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import diffusers
 import mlx.core as mx
 import numpy as np
 import torch
-import transformers
 
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.generate.denoise import Progress
@@ -28,6 +26,8 @@ from mlxconv.runtime.generate.pipeline import Pipeline
 from ..source.arrays import torch_to_numpy
 from ..source.checkpoint import Checkpoint
 from ..source.model_class import in_one_line
+from ..trace.patches.pipelines import drawing, watched_steps, without_bars, without_remote_code
+from ..trace.patches.threads import threads_for
 from .metrics import Array
 
 DEFAULT_PROMPT = "a photo of a cat on a red sofa"
@@ -136,7 +136,7 @@ def load_pipeline(checkpoint: Checkpoint, dtypes: Mapping[str, str], variant: st
     """diffusers' pipeline on the CPU; a dtype a component, that of the others as "default"."""
     cls: Any = pipeline_class(checkpoint)
     try:
-        with _without_bars(), _without_remote_code():
+        with without_bars(), without_remote_code():
             pipe = cls.from_pretrained(
                 str(checkpoint.path),
                 local_files_only=True,
@@ -152,44 +152,28 @@ def load_pipeline(checkpoint: Checkpoint, dtypes: Mapping[str, str], variant: st
     return pipe
 
 
-@contextmanager
-def _without_remote_code() -> Iterator[None]:
-    """Refuse code that a checkpoint carries, where transformers would ask on the terminal.
-
-    A pipeline does not hand `trust_remote_code` on to its tokenizers; without a time to answer in,
-    transformers refuses (5.x, `dynamic_module_utils.resolve_trust_remote_code`).
-    """
-    import transformers.dynamic_module_utils as asking
-
-    before, asking.TIME_OUT_REMOTE_CODE = asking.TIME_OUT_REMOTE_CODE, 0
-    try:
-        yield
-    finally:
-        asking.TIME_OUT_REMOTE_CODE = before
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Loading without progress bars, of libraries that show some."""
-    found = (diffusers.utils.logging, transformers.utils.logging)
-    shown = [library for library in found if library.is_progress_bar_enabled()]
-    for library in shown:
-        library.disable_progress_bar()
-    try:
-        yield
-    finally:
-        for library in shown:
-            library.enable_progress_bar()
-
-
 def run_pipeline(
     pipe: Any, arguments: Mapping[str, Any], seed: int, noise: Noise | None = None
 ) -> Run:
     """Call a diffusers pipeline, its noise that of `seed`, or that which `noise` has drawn."""
     cls, latents = type(pipe), list[Array]()
-    torch.manual_seed(seed)  # for what is drawn without a generator
+    parts = pipe.components.values()
+    schedulers = {type(part) for part in parts if hasattr(part, "set_timesteps")}
+    models = [part for part in parts if isinstance(part, torch.nn.Module)]
     generator = torch.Generator().manual_seed(seed)
-    with _watched(pipe, latents), (noise or Noise()).drawn(), torch.no_grad():
+
+    def seen(result: Any) -> None:
+        made = result if torch.is_tensor(result) else result[0]
+        latents.append(torch_to_numpy(made).astype(np.float32))
+
+    with (
+        watched_steps(schedulers, seen),
+        (noise or Noise()).drawn(),
+        threads_for(sum(p.numel() for model in models for p in model.parameters())),
+        torch.random.fork_rng(devices=[]),
+        torch.no_grad(),
+    ):
+        torch.manual_seed(seed)  # for what is drawn without a generator
         try:
             result = pipe(**arguments, generator=generator, output_type="np")
         except MlxconvError:
@@ -215,40 +199,6 @@ def _pixels(result: Any) -> Array | None:
         return None
     found = found / np.float32(255) if found.dtype == np.uint8 else found.astype(np.float32)
     return found[..., None] if found.ndim == 3 else found if found.ndim == 4 else None
-
-
-@contextmanager
-def _watched(pipe: Any, seen: list[Array]) -> Iterator[None]:
-    """Latents after each call of a scheduler's step. By class: some pipelines copy theirs."""
-
-    def watching(step: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(step)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            result = step(*args, **kwargs)
-            latents = result if torch.is_tensor(result) else result[0]
-            seen.append(torch_to_numpy(latents).astype(np.float32))
-            return result
-
-        return watched
-
-    parts = [p for p in pipe.components.values() if hasattr(p, "set_timesteps")]
-    with ExitStack() as stack:
-        for cls in {type(part) for part in parts}:
-            stack.enter_context(_replaced(cls, "step", watching(cls.step)))
-        yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Another attribute for a while."""
-    own = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        delattr(owner, name)
-        if own is not None:
-            setattr(owner, name, own)
 
 
 @dataclass
@@ -277,7 +227,7 @@ class Noise:
                 raise MlxconvError("the pipeline draws different noise in different precisions")
             return known.to(fresh.dtype).clone()
 
-        with _replaced(torch, "randn", draw):
+        with drawing(draw):
             yield
         if again is None:
             self.values = kept

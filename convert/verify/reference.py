@@ -14,11 +14,11 @@ from torch.utils import _pytree as pytree
 from mlxconv.runtime.errors import MlxconvError
 
 from ..source.arrays import Array, mlx_to_torch, torch_to_numpy
-from ..source.checkpoint import Component, component_class, full_config, match_keys, tied_weights
+from ..source.checkpoint import Component, component_class, match_keys, tied_weights
 from ..source.model_class import constructing, in_one_line, named_config
-from ..trace.patches.posteriors import register_posteriors
-
-_SMALL = 50_000_000  # parameters; below this torch is fastest on one thread
+from ..trace.class_config import full_config
+from ..trace.patches.posteriors import posteriors
+from ..trace.patches.threads import threads_for
 
 
 class Reference:
@@ -26,18 +26,22 @@ class Reference:
 
     def __init__(self, module: nn.Module, label: str, streamed: _Tensors | None = None) -> None:
         self.module, self.label, self.streamed = module.eval(), label, streamed
-        register_posteriors(module)
-        if sum(p.numel() for p in module.parameters()) < _SMALL:
-            torch.set_num_threads(1)
+        self.parameters = sum(p.numel() for p in module.parameters())
 
     def run(
         self, method: str, inputs: Mapping[str, Any], taps: Sequence[str] = ()
     ) -> tuple[list[Array], dict[str, list[Array]]]:
         """The method's tensors, and those that the modules at `taps` returned (last call)."""
         found: dict[str, list[Array]] = {}
-        with _recording(self.module, taps, found), torch.no_grad():
+        with self.running(), _recording(self.module, taps, found):
             output = attrgetter(method)(self.module)(**inputs)
-        return _tensors(output), found
+            return _tensors(output), found
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around calls of the module: on the threads that its size is worth, without gradients."""
+        with threads_for(self.parameters), posteriors(self.module), torch.no_grad():
+            yield
 
 
 def load_reference(component: Component, dtype: torch.dtype, *, stream: bool = False) -> Reference:
@@ -168,7 +172,7 @@ def _streamed(
     component: Component, dtype: torch.dtype, label: str
 ) -> tuple[nn.Module, str, _Tensors]:
     """A module on the meta device that reads each child's own tensors around its forward."""
-    from ..source.fake_module import build_module
+    from ..trace.fake_module import build_module
 
     cls = component_class(component)
     module, _ = build_module(cls, full_config(component), dtype=dtype)

@@ -27,10 +27,11 @@ from ..inspection import inspect
 from ..lower.compile import module_parameters
 from ..recipe.reading import bundle_recipe, load_recipe_file
 from ..recipe.recipe import Recipe
-from ..source.checkpoint import Checkpoint, Component, component_class, full_config
+from ..source.checkpoint import Checkpoint, Component, component_class
 from ..source.hub import Asked, is_recorded_source, opened, recorded_source, shown_name
 from ..source.model_class import named_config, recorded_class
 from ..source.source_card import origin_of
+from ..trace.class_config import full_config
 from .bundles import bundle_rows
 from .coverage import not_covered, pixel_dims, sizes_of
 from .forward import Case, compare_entries

@@ -23,13 +23,13 @@ from ..source.checkpoint import (
     KeyMatch,
     StoredTensor,
     component_class,
-    full_config,
     match_keys,
     tied_weights,
 )
 from ..source.floats import KINDS
 from ..store.bundle_files import bundle_tensors
 from ..store.plan import to_stored
+from ..trace.class_config import full_config
 from .metrics import Sums
 
 _ROWS = 1 << 20  # elements compared at a time
@@ -154,7 +154,7 @@ def _pairs(
 
 def _match_tied(wanted: Mapping[str, tuple[int, ...]], component: Component) -> KeyMatch:
     """The checkpoint may store a tensor under another of its names."""
-    from ..source.fake_module import build_module
+    from ..trace.fake_module import build_module
 
     module, _ = build_module(component_class(component), full_config(component))
     return match_keys(wanted, component.tensors, tied_weights(module))

@@ -134,8 +134,8 @@ def make(folder: str, double: str, single: str) -> dict[str, Any]:
     import diffusers
     import numpy as np
 
-    from mlxconv.convert.source.fake_module import build_module
     from mlxconv.convert.store.writer import Output, pass_through, write_weights
+    from mlxconv.convert.trace.fake_module import build_module
 
     config = {"num_layers": int(double), "num_single_layers": int(single), "guidance_embeds": True}
     module, _ = build_module(diffusers.FluxTransformer2DModel, config)

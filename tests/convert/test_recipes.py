@@ -27,8 +27,8 @@ from mlxconv.convert.recipe.examples import example_inputs
 from mlxconv.convert.recipe.reading import all_recipes, load_recipe
 from mlxconv.convert.recipe.recipe import Recipe
 from mlxconv.convert.source.arrays import torch_to_mlx
-from mlxconv.convert.source.fake_module import merged_config
 from mlxconv.convert.source.model_class import find_class
+from mlxconv.convert.trace.fake_module import merged_config
 from mlxconv.runtime.bundle import LoadedComponent, load_component, open_bundle
 from mlxconv.runtime.generate.staging import Staged
 from mlxconv.runtime.program.stored import from_json, to_json, validate

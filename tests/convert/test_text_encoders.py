@@ -19,9 +19,9 @@ from mlxconv.convert.recipe.examples import _values
 from mlxconv.convert.recipe.reading import load_recipe, parse_recipe
 from mlxconv.convert.recipe.recipe import Recipe, RecipeInput
 from mlxconv.convert.source.arrays import torch_to_mlx
-from mlxconv.convert.source.fake_module import build_module
 from mlxconv.convert.source.keys import tied_weights
 from mlxconv.convert.trace.export import trace
+from mlxconv.convert.trace.fake_module import build_module
 from mlxconv.convert.verify.verify import verify
 from mlxconv.runtime.bundle import load_component
 

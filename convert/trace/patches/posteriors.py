@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,15 +14,28 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 
-def register_posteriors(module: nn.Module) -> None:
-    """Let torch see through the distributions that the module's source file knows.
+@contextmanager
+def posteriors(module: nn.Module) -> Iterator[None]:
+    """Inside, torch sees through the distributions that the module's source file knows.
 
     Each is what its constructor took: the parameters, or the mean and the logarithm of the
-    deviation.
+    deviation. torch 2.13 has no public way to take a registration back; only the Python registry is
+    used, which is the one that `torch.export` reads.
     """
-    for cls in list(vars(sys.modules[type(module).__module__]).values()):
-        if _is_posterior(cls) and cls not in pytree.SUPPORTED_NODES:
-            pytree.register_pytree_node(cls, _parts, _whole)
+    found = [c for c in _posteriors(type(module).__module__) if c not in pytree.SUPPORTED_NODES]
+    try:
+        for cls in found:
+            name = f"mlxconv.{cls.__module__}.{cls.__qualname__}"
+            pytree._private_register_pytree_node(cls, _parts, _whole, serialized_type_name=name)
+        yield
+    finally:
+        for cls in found:
+            pytree._deregister_pytree_node(cls)
+
+
+@functools.cache
+def _posteriors(module: str) -> tuple[type, ...]:
+    return tuple({cls: None for cls in vars(sys.modules[module]).values() if _is_posterior(cls)})
 
 
 def _is_posterior(cls: Any) -> bool:

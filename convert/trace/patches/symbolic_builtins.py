@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.utils._device import _device_constructors
 
+from .replaced import replaced
+
 
 @contextlib.contextmanager
 def symbolic_builtins(module: nn.Module) -> Iterator[None]:
@@ -20,13 +22,14 @@ def symbolic_builtins(module: nn.Module) -> Iterator[None]:
 
     Python's ``int`` and ``len`` have to return a number, and ``max`` has to know which is the
     larger: each would build the traced size into the graph without a word. The stand-ins go into
-    the source modules of the traced classes, and out of them afterwards.
+    the source modules of the traced classes. torch 2.13 has none of its own for these, nor a size
+    that can be hashed, nor `.data` in a graph.
     """
     _device_constructors()  # remembered by torch: not with the stand-ins for its functions
     names = {type(child).__module__ for child in module.modules()}
-    spaces = [vars(sys.modules[n]) for n in names if n.split(".")[0] in _LIBRARIES]
-    added = [(space, name) for space in spaces for name in _STAND_INS if name not in space]
-    multiply, tensor, linspace = torch.SymInt.__rmul__, torch.tensor, torch.linspace
+    spaces = [sys.modules[n] for n in names if n.split(".")[0] in _LIBRARIES]
+    added = [(space, name) for space in spaces for name in _STAND_INS if name not in vars(space)]
+    multiply, tensor, data = torch.SymInt.__rmul__, torch.tensor, vars(torch._C.TensorBase)["data"]
 
     def repeat_or_multiply(self: torch.SymInt, other: Any) -> Any:
         return _Repeated(other, self) if isinstance(other, list) else multiply(self, other)
@@ -38,24 +41,16 @@ def symbolic_builtins(module: nn.Module) -> Iterator[None]:
             return torch.full((), data, **options)  # the graph has the number, not its rounding
         return tensor(data, **options)
 
-    for space, name in added:
-        space[name] = _STAND_INS[name]
-    hashed = torch.SymInt.__hash__
-    torch.SymInt.__hash__ = _hash_of_size  # type: ignore  # for sets, and functools.lru_cache
-    torch.SymInt.__rmul__, torch.tensor = repeat_or_multiply, tensor_of  # type: ignore
-    torch.linspace = _linspace(linspace)
-    torch.SymFloat.sqrt = lambda size: size**0.5  # type: ignore  # what numpy.sqrt calls
-    data = torch.Tensor.data
-    torch.Tensor.data = property(torch.Tensor.detach, data.__set__)  # type: ignore
-    try:
+    with replaced(
+        *((space, name, _STAND_INS[name]) for space, name in added),
+        (torch.SymInt, "__hash__", _hash_of_size),  # for sets, and functools.lru_cache
+        (torch.SymInt, "__rmul__", repeat_or_multiply),
+        (torch, "tensor", tensor_of),
+        (torch, "linspace", _linspace(torch.linspace)),
+        (torch.SymFloat, "sqrt", lambda size: size**0.5),  # what numpy.sqrt calls
+        (torch.Tensor, "data", property(torch.Tensor.detach, data.__set__)),
+    ):
         yield
-    finally:
-        torch.SymInt.__rmul__, torch.tensor = multiply, tensor  # type: ignore
-        torch.SymInt.__hash__ = hashed  # type: ignore
-        torch.linspace = linspace
-        del torch.Tensor.data, torch.SymFloat.sqrt  # type: ignore
-        for space, name in added:
-            del space[name]
 
 
 def _hash_of_size(size: torch.SymInt) -> int:

@@ -15,7 +15,7 @@ import pytest
 from mlxconv.convert.lower.outline import outline
 from mlxconv.convert.lower.rewrites import rewrite
 from mlxconv.convert.recipe.reading import load_recipe
-from mlxconv.convert.source.fake_module import merged_config
+from mlxconv.convert.trace.fake_module import merged_config
 from mlxconv.runtime.program.program import (
     Arg,
     Block,

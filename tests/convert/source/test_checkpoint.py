@@ -23,9 +23,9 @@ from mlxconv.convert.source.checkpoint import (
     Checkpoint,
     Component,
     component_class,
-    full_config,
     open_checkpoint,
 )
+from mlxconv.convert.trace.class_config import full_config
 from mlxconv.runtime.errors import MlxconvError
 
 STEM = "diffusion_pytorch_model"

@@ -22,8 +22,8 @@ from mlxconv.convert.catalog.figures import tiny_checkpoint
 from mlxconv.convert.conversion import convert
 from mlxconv.convert.recipe.reading import all_recipes, load_recipe
 from mlxconv.convert.recipe.recipe import Recipe
-from mlxconv.convert.source.class_config import constructor_config, unknown_keys
 from mlxconv.convert.source.model_class import find_class
+from mlxconv.convert.trace.class_config import constructor_config, unknown_keys
 from mlxconv.runtime.errors import MlxconvError
 
 from ...bundles import change_json

@@ -13,8 +13,8 @@ from torch import nn
 from mlxconv.convert.lower.lowering import lower
 from mlxconv.convert.recipe.examples import example_inputs
 from mlxconv.convert.recipe.recipe import Dim, PrecisionRules, ProgramRecipe, Recipe, RecipeInput
-from mlxconv.convert.source.fake_module import merged_config
 from mlxconv.convert.trace.export import trace
+from mlxconv.convert.trace.fake_module import merged_config
 from mlxconv.runtime.ops import OPS, dtype_of
 from mlxconv.runtime.program.program import Arg, Block, Body, Entry, Parameter, Ref, Weight
 

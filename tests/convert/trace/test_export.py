@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 from mlxconv.convert.recipe.examples import example_inputs
 from mlxconv.convert.recipe.reading import load_recipe
 from mlxconv.convert.recipe.recipe import ProgramRecipe
-from mlxconv.convert.source.fake_module import build_module, merged_config
 from mlxconv.convert.trace import repeats
 from mlxconv.convert.trace.export import trace
+from mlxconv.convert.trace.fake_module import build_module, merged_config
 from mlxconv.convert.trace.multiples import multiple
 from mlxconv.convert.trace.patches.symbolic_builtins import symbolic_builtins
 from mlxconv.convert.trace.traced import Traced
@@ -197,7 +197,7 @@ def test_a_module_is_built_without_its_weights():
 
 def test_a_module_of_more_layers_than_any_model_is_not_built(monkeypatch):
     """In time: a parameter takes 0.3 ms, and 20,000 are allowed."""
-    monkeypatch.setattr("mlxconv.convert.source.fake_module.MAX_PARAMETERS", 500)
+    monkeypatch.setattr("mlxconv.convert.trace.fake_module.MAX_PARAMETERS", 500)
     config = {**load_recipe("FluxTransformer2DModel").tiny_config(None), "num_layers": 10**7}
     with pytest.raises(MlxconvError, match="configuration asks for more than"):
         build_module(diffusers.FluxTransformer2DModel, config)
@@ -318,7 +318,7 @@ def _recipe_of(cls):
 
 def test_a_data_dependent_forward_is_refused_with_its_line():
     with pytest.raises(
-        MlxconvError, match=r"Counting\.forward cannot be traced: .*test_tracing\.py:\d+.*fixed"
+        MlxconvError, match=r"Counting\.forward cannot be traced: .*test_export\.py:\d+.*fixed"
     ):
         trace(Counting, {"width": 4}, _recipe_of(Counting))
 

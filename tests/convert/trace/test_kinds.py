@@ -18,8 +18,8 @@ from mlxconv.convert.conversion import convert
 from mlxconv.convert.recipe.examples import example_inputs
 from mlxconv.convert.recipe.reading import load_recipe
 from mlxconv.convert.source.arrays import torch_to_mlx
-from mlxconv.convert.source.fake_module import merged_config
 from mlxconv.convert.source.model_class import find_class
+from mlxconv.convert.trace.fake_module import merged_config
 from mlxconv.runtime.bundle import LoadedComponent, load_component
 from mlxconv.runtime.errors import MlxconvError
 

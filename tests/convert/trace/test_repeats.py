@@ -16,9 +16,9 @@ from mlxconv.convert.lower.compile import compile_program
 from mlxconv.convert.lower.lowering import lower
 from mlxconv.convert.recipe.reading import load_recipe, load_recipe_file
 from mlxconv.convert.recipe.recipe import Recipe
-from mlxconv.convert.source.fake_module import build_module
 from mlxconv.convert.trace import repeats
 from mlxconv.convert.trace.export import trace
+from mlxconv.convert.trace.fake_module import build_module
 from mlxconv.runtime.exec.executor import Executor
 from mlxconv.runtime.program.stored import to_json
 

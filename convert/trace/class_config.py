@@ -13,7 +13,22 @@ from typing import Any
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.files import read_json
 
-from .model_class import constructing, library_version, named_config
+from ..source.checkpoint import Component, component_class
+from ..source.model_class import constructing, library_version, named_config
+
+
+def full_config(component: Component) -> dict[str, Any]:
+    """config.json made self-contained: constructor defaults filled in, unknown keys dropped.
+
+    JSON-serialisable. For diffusers classes with `_class_name` and `_diffusers_version`.
+    """
+    cls = component_class(component)
+    ours = hasattr(cls, "extract_init_dict") or (
+        component.named and not hasattr(cls, "config_class")
+    )
+    if ours:
+        return constructor_config(cls, component.config, component.path)
+    return transformers_config(cls, component.path)
 
 
 def constructor_config(cls: Any, config: dict[str, Any], where: Path) -> dict[str, Any]:

@@ -5,9 +5,9 @@ A 20 B model takes no memory. dtypes are those that ``from_pretrained(torch_dtyp
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, ValuesView
+from collections.abc import Mapping, ValuesView
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mlxconv.runtime.errors import MlxconvError
 
-from .model_class import CannotBuild, constructing
+from ..source.model_class import CannotBuild, constructing
+from .patches.registration import default_dtype, fake_registration
 
 MAX_PARAMETERS = 20_000  # tensors; a large mixture of experts has 6,000
 
@@ -47,7 +48,7 @@ def build_module(
     transformers keeps those for float16 alone, and ``_keep_in_fp32_modules_strict`` always.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(tracked_fakes=[]))
-    with _fake_registration(mode), _default_dtype(dtype), torch.no_grad():
+    with _registering_fakes(mode), default_dtype(dtype), torch.no_grad():
         module = _without_tables(cls, config, mode) or _construct(cls, config)
     lenient = hasattr(cls, "config_class") and dtype != torch.float16
     kept = getattr(module, f"_keep_in_fp32_modules{'_strict' if lenient else ''}", None) or []
@@ -111,40 +112,22 @@ def _of_transformers(cls: Any, config: Mapping[str, Any]) -> nn.Module:
     return module
 
 
-@contextlib.contextmanager
-def _fake_registration(mode: FakeTensorMode) -> Iterator[None]:
+def _registering_fakes(mode: FakeTensorMode) -> AbstractContextManager[None]:
     """Every parameter and persistent buffer registered inside becomes a fake tensor."""
-    parameter, buffer = nn.Module.register_parameter, nn.Module.register_buffer
     count = 0
 
-    def fake_parameter(self: nn.Module, name: str, value: nn.Parameter | None) -> None:
+    def parameter(value: nn.Parameter | None) -> nn.Parameter | None:
         nonlocal count
         count += 1
         if count > MAX_PARAMETERS:
             raise TooLarge(
                 f"its configuration asks for more than {MAX_PARAMETERS} parameters, as no model has"
             )
-        if value is not None and not isinstance(value, FakeTensor):  # a tied one stays the same
-            value = nn.Parameter(_fake(mode, value), requires_grad=False)
-        parameter(self, name, value)
+        if value is None or isinstance(value, FakeTensor):  # a tied one stays the same
+            return value
+        return nn.Parameter(_fake(mode, value), requires_grad=False)
 
-    def fake_buffer(
-        self: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True
-    ) -> None:
-        buffer(
-            self,
-            name,
-            _fake(mode, tensor) if persistent and tensor is not None else tensor,
-            persistent,
-        )
-
-    nn.Module.register_parameter = fake_parameter  # type: ignore[method-assign, assignment]
-    nn.Module.register_buffer = fake_buffer  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = parameter  # type: ignore[method-assign]
-        nn.Module.register_buffer = buffer  # type: ignore[method-assign]
+    return fake_registration(parameter, lambda buffer: _fake(mode, buffer))
 
 
 def _fake(
@@ -152,16 +135,6 @@ def _fake(
 ) -> torch.Tensor:
     with mode:
         return torch.empty(tensor.shape, dtype=dtype or tensor.dtype)
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _cast(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype, kept: list[str]) -> None:
