@@ -75,11 +75,13 @@ def tried() -> Iterator[tuple[tuple[str, ...], str, str]]:
             flag = max(option.opts, key=len)
             if isinstance(option.type, click.Choice):
                 yield line, flag, "nonsense"
+            elif isinstance(option.type, click.File):
+                yield line, flag, "absent"
             elif getattr(option, "is_flag", False):
                 yield line, flag, "="
             elif option.name not in FREE or option.type is not click.STRING:
-                for value in BAD.get(option.type, ()) or [f"{option.type}: no bad value known"]:
-                    yield line, flag, value
+                assert option.type in BAD, f"{flag}: no bad value of {option.type!r} is known here"
+                yield from ((line, flag, value) for value in BAD[option.type])
 
 
 @pytest.mark.parametrize(("line", "option", "value"), list(tried()), ids=str)
