@@ -377,7 +377,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "an unknown op": (unknown_op, "unknown op 'teleport'"),
     "no program": (absent(PROGRAM), "has no program.json"),
     "no index": (absent(INDEX), "model.safetensors.index.json: cannot be read"),
-    "no weights": (absent(WEIGHTS), "model.safetensors: cannot be read (No such file"),
+    "no weights": (absent(WEIGHTS), "model.safetensors: No such file"),
     "no config": (absent("config.json"), "config.json: cannot be read"),
     "a truncated file": (truncated, "copy the bundle again"),
     "a missing tensor": (tensor_gone, "tensor 'proj_out.weight' is missing"),

@@ -591,7 +591,7 @@ def test_a_truncated_shard(sharded: Path) -> None:
     shard = sorted(sharded.glob("*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:-4])
 
-    fails(sharded, f"{shard.name}: header describes .* it is truncated; download it again")
+    fails(sharded, f"{shard.name}: header describes .* it is truncated, download it again")
 
 
 def edit_map(folder: Path, changes: dict[str, Any]) -> None:
