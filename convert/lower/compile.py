@@ -146,14 +146,21 @@ def _merge_constants(
         if new != name:
             renamed[name] = new
 
-    def read(item: Ref | Weight) -> Arg:
-        return Weight(renamed.get(item.name, item.name)) if isinstance(item, Weight) else item
+    return with_constants(entry, renamed) if renamed else entry
 
-    if renamed:
-        for node in entry.nodes:
-            node.args = {key: substitute(arg, read) for key, arg in node.args.items()}
-        entry.outputs = tuple(substitute(arg, read) for arg in entry.outputs)
-    return entry
+
+def with_constants(entry: Entry, names: Mapping[str, str]) -> Entry:
+    """An entry that reads constants by other names."""
+
+    def read(item: Ref | Weight) -> Arg:
+        return Weight(names.get(item.name, item.name)) if isinstance(item, Weight) else item
+
+    nodes = [
+        replace(node, args={key: substitute(arg, read) for key, arg in node.args.items()})
+        for node in entry.nodes
+    ]
+    outputs = tuple(substitute(arg, read) for arg in entry.outputs)
+    return replace(entry, nodes=nodes, outputs=outputs)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -63,15 +63,14 @@ def merged(known: Program, more: Program) -> tuple[list[Entry], dict[str, Block]
     names: dict[str, str] = {}
 
     def placed(body: BodyT) -> BodyT:
-        nodes = [replace(node, args=dict(node.args)) for node in body.nodes]
-        for node in nodes:
-            if node.op == "call":
-                called = str(node.args["block"])
-                if called not in names:
-                    block = placed(more.blocks[called])
-                    names[called] = library.add(re.sub(r"_\d+$", "", called), block)
-                node.args["block"] = names[called]
-        return replace(body, nodes=nodes)
+        return replace(body, nodes=[moved(n) if n.op == "call" else n for n in body.nodes])
+
+    def moved(node: Node) -> Node:
+        called = str(node.args["block"])
+        if called not in names:
+            block = placed(more.blocks[called])
+            names[called] = library.add(re.sub(r"_\d+$", "", called), block)
+        return replace(node, args={**node.args, "block": names[called]})
 
     entries = [placed(entry) for entry in more.entries]
     library.annotate()
@@ -282,7 +281,8 @@ class _Library:
         key = _key(block)
         if key in self.names:
             name = self.names[key]
-            self.blocks[name].taps.update(block.taps)
+            same = self.blocks[name]
+            self.blocks[name] = replace(same, taps={**same.taps, **block.taps})
             types = {n: t for node in block.nodes for n, t in zip(node.out, node.types)}
             known = self.types[name]
             known.update({n: _common_type(known[n], t) for n, t in types.items()})
@@ -308,10 +308,11 @@ class _Library:
         """Types that hold for all members that share a block."""
         for name, block in self.blocks.items():
             known = self.types[name]
-            block.nodes = [
+            nodes = [
                 replace(node, types=tuple(known.get(n, UNKNOWN) for n in node.out))
                 for node in block.nodes
             ]
+            self.blocks[name] = replace(block, nodes=nodes)
 
 
 def _key(block: Block) -> str:

@@ -7,7 +7,7 @@ written.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,11 @@ from mlxconv.runtime.files import read_json, whole
 from mlxconv.runtime.program.program import (
     CONSTANTS_FILE,
     PROGRAM_FILE,
-    Arg,
-    Entry,
     Program,
-    Ref,
-    Weight,
-    substitute,
 )
 from mlxconv.runtime.program.stored import load_program, to_json, validate
 
-from ..lower.compile import Compiled, Size, compile_program, fixed_dims, merge_kinds
+from ..lower.compile import Compiled, Size, compile_program, fixed_dims, merge_kinds, with_constants
 from ..lower.outline import merged
 from ..recipe.reading import bundle_recipe
 from ..recipe.recipe import Recipe
@@ -128,7 +123,7 @@ def extended(old: Program, values: Mapping[str, Array], more: Compiled, folder: 
             f"{folder}: at that size {name} differs from the bundle's; convert the checkpoint "
             "again, with a recipe that lists the size (--recipe FILE)"
         )
-    new = [_with_constants(entry, renamed) for entry in new]
+    new = [with_constants(entry, renamed) for entry in new]
     entries, blocks = merged(old, Program(old.class_name, new, more.program.blocks, {}, {}))
     listed = {renamed.get(n, n): dtype for n, dtype in more.program.constants.items()}
     program = Program(
@@ -164,18 +159,6 @@ def _in_blocks(program: Program) -> set[str]:
     calls = [n for body in program.bodies() for n in body.nodes if n.op == "call"]
     prefixes = tuple(f"{node.args['prefix']}." for node in calls)
     return {name for name in program.constants if name.startswith(prefixes)}
-
-
-def _with_constants(entry: Entry, names: Mapping[str, str]) -> Entry:
-    def read(item: Ref | Weight) -> Arg:
-        return Weight(names.get(item.name, item.name)) if isinstance(item, Weight) else item
-
-    nodes = [
-        replace(node, args={key: substitute(arg, read) for key, arg in node.args.items()})
-        for node in entry.nodes
-    ]
-    outputs = tuple(substitute(arg, read) for arg in entry.outputs)
-    return replace(entry, nodes=nodes, outputs=outputs)
 
 
 def stored_constants(folder: Path) -> dict[str, Array]:

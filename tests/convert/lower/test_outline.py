@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -12,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxconv.convert.lower.outline import outline
+from mlxconv.convert.lower.outline import merged, outline
 from mlxconv.convert.lower.rewrites import rewrite
 from mlxconv.convert.recipe.reading import load_recipe
 from mlxconv.convert.trace.fake_module import merged_config
@@ -210,3 +211,16 @@ def test_a_model_as_deep_as_flux_takes_seconds() -> None:
     entries, blocks = outline([rewrite(entry_of(nodes), parameters)])
     assert time.perf_counter() - begin < 8
     assert (len(blocks), len(entries[0].nodes)) == (1, 57)
+
+
+def test_no_pass_changes_what_it_is_given() -> None:
+    nodes = [n for i in range(3) for n in chain(f"blocks.{i}", "x")]
+    flat = entry_of(nodes)
+    before = repr(flat)
+    (after,), blocks = outline([flat])
+    assert repr(flat) == before
+    known = program([after], blocks)
+    wider = [replace(node, types=(parse_type("compute[batch, 9]"),)) for node in nodes]
+    before, other = repr(known), program(*outline([entry_of(wider)]))
+    merged(known, replace(other, entries=[replace(other.entries[0], sizes={"n": 2})]))
+    assert repr(known) == before
