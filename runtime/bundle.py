@@ -65,6 +65,21 @@ class Bundle:
         return self.path / name
 
 
+DENOISERS = ("transformer", "unet", "prior", "decoder")
+
+
+def denoiser_of(bundle: Bundle) -> str:
+    """The component that denoises; MlxconvError where none does."""
+    listed = bundle.manifest["components"]
+    found = [name for name in DENOISERS if name in listed]
+    if not found:
+        raise MlxconvError(
+            f"{bundle.path}: no denoiser ({', '.join(DENOISERS)}) in it, only "
+            f"{', '.join(listed) or 'nothing'}; give --component"
+        )
+    return found[0]
+
+
 def is_bundle(path: Path) -> bool:
     """Whether a folder is a bundle."""
     return (path / MANIFEST).is_file()

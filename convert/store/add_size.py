@@ -6,6 +6,7 @@ written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from mlxconv.runtime.bundle import MANIFEST, open_bundle
+from mlxconv.runtime.bundle import MANIFEST, Bundle, denoiser_of, open_bundle
 from mlxconv.runtime.errors import MlxconvError
 from mlxconv.runtime.exec.sizes import dims_of
 from mlxconv.runtime.files import read_json, whole
+from mlxconv.runtime.generate.families import FAMILIES
+from mlxconv.runtime.generate.families.images import vae_scale
+from mlxconv.runtime.generate.families.parts import Parts
+from mlxconv.runtime.program.expressions import names_in, pixel_multiple
 from mlxconv.runtime.program.program import (
     CONSTANTS_FILE,
     PROGRAM_FILE,
@@ -32,6 +37,7 @@ from ..source.model_class import bundled_class
 from .bundle_folder import changing
 
 Array = np.ndarray[Any, Any]
+_RECIPE_SCALE = 8  # pixels a latent in the expressions of recipes that fix sizes
 
 
 @dataclass(frozen=True)
@@ -60,26 +66,26 @@ class Traceable:
 
 def add_sizes(
     bundle: str | Path,
-    component: str,
+    component: str | None = None,
     sizes: Sequence[Size] = (),
     dims: Mapping[str, int] | None = None,
-) -> list[dict[str, int]]:
-    """Trace a component at further sizes; gives the sizes it has now.
+) -> tuple[str, list[dict[str, int]]]:
+    """Trace a component at further sizes; gives its name and the sizes it has now.
 
-    sizes: pixels, width and height; dims: by the recipe's names, those that the class fixes or
+    component: by default the denoiser. sizes: pixels of the bundle's own VAE, width and height; dims: by the recipe's names, those that the class fixes or
     decides by. Weights are neither read nor written. Raises MlxconvError where there are none, or
     where the new program would read other weights than the bundle has.
     """
     opened = open_bundle(bundle)
     if opened.remote is not None:
         raise MlxconvError(f"{bundle}: sizes are added in place; download the bundle to a folder")
-    folder = opened.component(component)
+    folder = opened.component(component or denoiser_of(opened))
     if not (folder / PROGRAM_FILE).is_file():
         raise MlxconvError(f"{folder}: has no program; convert it with a recipe")
     source = Traceable.of(folder)
 
     def with_more(old: Program) -> Compiled:
-        wanted = _wanted(source, old, sizes, dims or {})
+        wanted = _wanted(source, old, _recipe_pixels(opened, source, sizes), dims or {})
         known = [dict(entry.sizes) for entry in old.entries]
         choices = [{**one, **choice} for one in known for choice in wanted]
         unique = [c for i, c in enumerate(choices) if c not in known and c not in choices[:i]]
@@ -88,7 +94,7 @@ def add_sizes(
             return Compiled(old, values, {})
         return extended(old, values, source.traced(unique), folder)
 
-    return [entry.sizes for entry in replace_program(folder, with_more).entries]
+    return folder.name, [entry.sizes for entry in replace_program(folder, with_more).entries]
 
 
 def add_programs(folder: Path, made: Compiled) -> None:
@@ -177,18 +183,51 @@ def _wanted(
     decided = set[str]().union(*(dims_of(table, e.name, e.axes()) for e in old.entries))
     fixed = [dim.name for dim in recipe.dims.values() if dim.fixed or dim.name in decided]
     if not fixed:
-        raise MlxconvError(f"{folder}: {recipe.class_name} takes every size already")
+        raise MlxconvError(
+            f"{folder}: {recipe.class_name} takes every size already, nothing to add"
+        )
     unknown = sorted(set(dims) - set(fixed))
     if unknown:
         raise MlxconvError(
             f"{folder}: {', '.join(unknown)} is not fixed; the fixed dims are {', '.join(fixed)}"
         )
     if sizes and not recipe.fixed_sizes():
+        free = [n for n, text in recipe.sizes.items() if {"W", "H"} & names_in(text)]
+        already = f"{' and '.join(free)} are already free" if free else "no dim follows from pixels"
         raise MlxconvError(
-            f"{folder}: its recipe derives no dim from pixels; use --dim with one of "
-            f"{', '.join(fixed)}"
+            f"{folder}: {already}, so --size adds nothing; --dim adds a size of {', '.join(fixed)}"
         )
     return [{**choice, **dims} for choice in fixed_dims(recipe, sizes)] if sizes else [dict(dims)]
+
+
+def _recipe_pixels(bundle: Bundle, source: Traceable, sizes: Sequence[Size]) -> list[Size]:
+    """The sizes as a recipe counts them, at 8 pixels a latent, of sizes at the bundle's own number.
+
+    MlxconvError for a size that is not a whole number of latents or patches.
+    """
+    expressions = source.recipe.fixed_sizes().values()
+    if not expressions:
+        return list(sizes)
+    part = bundle.path / "vae" / "config.json"
+    own = vae_scale(read_json(part)) if part.is_file() else _RECIPE_SCALE
+    per = _RECIPE_SCALE / own
+    multiple, pipeline = pixel_multiple(expressions, per), bundle.manifest.get("pipeline")
+    if pipeline in FAMILIES:
+        multiple = math.lcm(multiple, FAMILIES[pipeline].defaults(Parts(bundle)).multiple)
+    square = not any("W" in names_in(text) for text in expressions)
+    for width, height in sizes:
+        if width % multiple or height % multiple:
+            near = "x".join(str(max(1, round(n / multiple)) * multiple) for n in (width, height))
+            raise MlxconvError(
+                f"--size {width}x{height}: width and height have to be divisible by {multiple}; "
+                f"{near} is the nearest"
+            )
+        if square and width != height:
+            raise MlxconvError(
+                f"--size {width}x{height}: {source.recipe.class_name} takes square images only; "
+                f"give {height}x{height}"
+            )
+    return [(int(width * per), int(height * per)) for width, height in sizes]
 
 
 def _write(folder: Path, made: Compiled) -> None:

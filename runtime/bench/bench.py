@@ -16,14 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from ..bundle import default_dtype, is_bundle, open_bundle, program_of, read_json
+from ..bundle import default_dtype, denoiser_of, is_bundle, open_bundle, program_of, read_json
 from ..errors import ArgumentError, MlxconvError
 from ..exec.executor import COMPILE_MODES
 from ..machine import described, environment
 from .examples import Sizes, entry_at
 from .worker import GUIDANCE, Repetition
 
-DENOISERS = ("transformer", "unet", "prior", "decoder")
 AGAINST = ("none", "diffusers", "diffusers-compiled", "mflux")
 Say = Callable[[str], None]
 PeerCommand = Callable[["Settings", dict[str, Any], Path], list[str]]
@@ -275,14 +274,7 @@ def with_component(settings: Settings) -> Settings:
         if not is_bundle(settings.bundle) and not (settings.bundle / "config.json").is_file():
             open_bundle(settings.bundle)
         return settings
-    listed = open_bundle(settings.bundle).manifest["components"]
-    found = [name for name in DENOISERS if name in listed]
-    if not found:
-        raise MlxconvError(
-            f"{settings.bundle}: no denoiser ({', '.join(DENOISERS)}) in it, only "
-            f"{', '.join(listed) or 'nothing'}; give --component"
-        )
-    return replace(settings, component=found[0])
+    return replace(settings, component=denoiser_of(open_bundle(settings.bundle)))
 
 
 def describe(settings: Settings) -> dict[str, Any]:

@@ -7,7 +7,7 @@ Names, integers, ``+ - * / // %``, comparisons, constant subscripts, and ``len``
 import ast
 import difflib
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..errors import MlxconvError
@@ -54,6 +54,22 @@ def evaluate(expression: Expression | bool, names: Mapping[str, Any]) -> Any:
         return _value(tree, names, expression)
     except (TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
         raise MlxconvError(f"recipe expression {expression!r}: {error}") from error
+
+
+def pixel_multiple(expressions: Iterable[Expression], per: float = 1) -> int:
+    """What width W and height H have to be multiples of for every `//` to leave no remainder.
+
+    per: pixels of an expression to one of the answer.
+
+    >>> pixel_multiple(["(H // 16) * (W // 16)"])
+    16
+    """
+    exact = [text.replace("//", "/") for text in expressions if isinstance(text, str)]
+    for size in range(1, 1025):
+        values = [evaluate(text, {"W": size * per, "H": size * per}) for text in exact]
+        if all(value >= 1 and float(value).is_integer() for value in values):
+            return size
+    raise MlxconvError(f"recipe expressions {', '.join(exact)}: no size divides by them")
 
 
 def names_in(expression: Expression | bool) -> set[str]:

@@ -581,10 +581,8 @@ def profile(
 @click.argument("bundle")
 @click.option(
     "--component",
-    default="transformer",
-    show_default=True,
     metavar="NAME",
-    help="Component to add the size to.",
+    help="Component to add the size to. [default: the denoiser]",
 )
 @click.option(
     "--size",
@@ -603,7 +601,7 @@ def profile(
 @_common
 def add_size(
     bundle: str,
-    component: str,
+    component: str | None,
     sizes: tuple[tuple[int, int], ...],
     dims: tuple[tuple[str, int], ...],
     as_json: bool,
@@ -615,8 +613,10 @@ def add_size(
         raise click.UsageError("give --size WxH or --dim NAME=SIZE")
     from .convert.store.add_size import add_sizes
 
-    have = add_sizes(bundle, component, sizes, dict(dims))
-    _emit(as_json, {"bundle": bundle, "component": component, "sizes": have}, f"sizes: {have}")
+    name, have = add_sizes(bundle, component, sizes, dict(dims))
+    shown = "; ".join(" ".join(f"{dim}={n}" for dim, n in size.items()) for size in have)
+    data = {"bundle": bundle, "component": name, "sizes": have}
+    _emit(as_json, data, f"{name} has the sizes: {shown}")
 
 
 def _lines(file: TextIO) -> list[str]:

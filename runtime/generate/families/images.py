@@ -14,8 +14,11 @@ _UNSAID = 32  # AutoencoderKL's default for `sample_size`
 
 
 def vae_scale(config: Mapping[str, Any]) -> int:
-    """Pixels a latent, along each side: each level but the last halves."""
-    return int(2 ** (len(config["block_out_channels"]) - 1))
+    """Pixels a latent, along each side: each level but the last halves, or those that are named."""
+    if "temperal_downsample" in config:
+        return int(2 ** len(config["temperal_downsample"]))
+    levels = config.get("block_out_channels") or config["encoder_block_out_channels"]
+    return int(2 ** (len(levels) - 1))
 
 
 def trained_size(parts: Parts, multiple: int, most: int | None = None) -> int:

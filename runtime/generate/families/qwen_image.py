@@ -22,9 +22,6 @@ class QwenImage(Packed):
     embeddings: ClassVar[Shapes] = {"encoder_hidden_states": (1, "tokens", "joint_attention_dim")}
     guidance = Guidance(rescale="norm")
 
-    def scale(self, parts: Parts) -> int:
-        return int(2 ** len(parts.config("vae")["temperal_downsample"]))
-
     def defaults(self, parts: Parts) -> Defaults:
         scale = self.scale(parts)
         return Defaults(128 * scale, 128 * scale, 50, 1.0, 2 * scale)

@@ -11,6 +11,7 @@ import mlx.core as mx
 from ...schedulers import Schedule
 from ..noise import Generator
 from .family import MeanOf
+from .images import vae_scale
 from .parts import Defaults, Inputs, Parts, Request, Shapes
 
 _TOKENS = 300
@@ -64,7 +65,7 @@ class Sana(MeanOf):
     def start(
         self, parts: Parts, request: Request, generator: Generator, prompt: Inputs
     ) -> mx.array:
-        scale = 2 ** (len(parts.config("vae")["encoder_block_out_channels"]) - 1)
+        scale = vae_scale(parts.config("vae"))
         channels = parts.config("transformer")["in_channels"]
         return generator.normal((1, channels, request.height // scale, request.width // scale))
 

@@ -32,6 +32,7 @@ from mlxconv.convert.store.on_demand import trace_when_called
 from mlxconv.convert.verify.verify import verify
 from mlxconv.runtime.bundle import load_component
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.files import write_json
 from mlxconv.runtime.program.program import PROGRAM_FILE, Program
 from mlxconv.runtime.program.stored import load_program
 
@@ -152,8 +153,27 @@ def test_a_class_that_takes_every_size_says_so(flux_bundle, tmp_path: Path) -> N
 def test_what_is_not_fixed_is_named(bundle: Path) -> None:
     with pytest.raises(MlxconvError, match=r"height is not fixed; the fixed dims are batch"):
         add_sizes(bundle, "transformer", dims={"height": 8})
-    with pytest.raises(MlxconvError, match=r"no dim from pixels; use --dim with one of batch"):
+    with pytest.raises(MlxconvError, match=r"height and width are already free.*a size of batch$"):
         add_sizes(bundle, "transformer", [(64, 64)])
+
+
+def test_pixels_are_those_of_the_bundles_own_vae(tmp_path: Path) -> None:
+    """DiT fixes its size; a VAE of two levels makes a latent of 2 pixels, a patch is 2 latents."""
+    out = tmp_path / "out"
+    convert(
+        tiny_checkpoint(load_recipe("DiTTransformer2DModel"), None, tmp_path / "source"),
+        out / "made",
+        "fp32",
+    )
+    bundle = out / "made"
+    (bundle / "vae").mkdir()
+    write_json(bundle / "vae" / "config.json", {"block_out_channels": [8, 8]})
+    for size, said in (("63x63", "divisible by 2; 64x64 is the nearest"), ("64x32", "square")):
+        refused = CliRunner().invoke(cli, ["add-size", str(bundle), "--size", size])
+        assert refused.exit_code == 1 and said in str(refused.exception)
+    done = CliRunner().invoke(cli, ["add-size", str(bundle), "--size", "64x64"])
+    assert done.exit_code == 0 and done.stdout.endswith("size=32\n")
+    assert done.stdout.startswith("transformer has the sizes: size=")
 
 
 @pytest.fixture(scope="module")
