@@ -72,9 +72,10 @@ def add_sizes(
 ) -> tuple[str, list[dict[str, int]]]:
     """Trace a component at further sizes; gives its name and the sizes it has now.
 
-    component: by default the denoiser. sizes: pixels of the bundle's own VAE, width and height; dims: by the recipe's names, those that the class fixes or
-    decides by. Weights are neither read nor written. Raises MlxconvError where there are none, or
-    where the new program would read other weights than the bundle has.
+    component: by default the denoiser. sizes: pixels of the bundle's own VAE, width and height;
+    dims: by the recipe's names, those that the class fixes or decides by. Weights are neither read
+    nor written. Raises MlxconvError where there are none, or where the new program would read other
+    weights than the bundle has.
     """
     opened = open_bundle(bundle)
     if opened.remote is not None:
