@@ -20,7 +20,7 @@ from mlxconv.convert.into_diffusers.replace import into_diffusers
 from mlxconv.runtime.errors import MlxconvError
 
 from ...conftest import Bundles
-from .tiny_pipelines import PIPELINES, flux, image_vae, tiny
+from .tiny_pipelines import PIPELINES, flux, tiny, two_levels
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 HALF = (torch.float32, torch.bfloat16)
@@ -244,7 +244,7 @@ def _tiled(vae: Any, value: torch.Tensor) -> list[torch.Tensor]:
 def test_tiling_and_slicing_do_what_they_do_in_diffusers(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    vaes = [image_vae() for _ in range(2)]
+    vaes = [two_levels() for _ in range(2)]
     into_diffusers(SimpleNamespace(vae=vaes[1]), bundle(vaes[0], tmp_path))
     for vae in vaes:
         vae.tile_latent_min_size, vae.tile_sample_min_size = 8, 16
