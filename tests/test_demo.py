@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from PIL import Image
 
 from mlxconv.cli import cli
+from mlxconv.convert.conversion import convert
+from mlxconv.convert.demo import CHECKPOINT
+from mlxconv.convert.demo.checker import faults
+from mlxconv.convert.demo.scenes import held_out_scenes
 
 ROW = {
     "q", "bytes", "bits_per_weight", "rel_l2", "runtime_rel_l2", "psnr_db", "convert_seconds",
@@ -27,6 +34,35 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     assert result.exit_code == 0, result.output
     data: dict[str, Any] = json.loads(result.stdout)
     return data
+
+
+def drawn(command: str, folder: Path) -> list[str]:
+    """What is wrong with the picture that a printed command draws of a held-out scene."""
+    line = [*shlex.split(command)[1:-1], str(folder / "picture.png"), "--seed", "0"]
+    done = CliRunner().invoke(cli, line, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    with Image.open(folder / "picture.png") as picture:
+        return faults(np.asarray(picture.convert("RGB")), held_out_scenes(1)[0])
+
+
+@pytest.mark.slow
+def test_the_next_step_draws_its_prompt(shown: dict[str, Any], tmp_path: Path) -> None:
+    (command,) = shown["next_steps"]
+    assert drawn(command, tmp_path) == []
+
+
+def test_a_prompt_is_as_long_as_the_tokenizer_says(tmp_path: Path) -> None:
+    """`convert` names the number, and `generate` does where it pads to more."""
+    report = convert(CHECKPOINT, tmp_path / "out", "bf16")
+    caption = held_out_scenes(1)[0].caption
+    command = report.next_steps[-1].replace("a photo of a cat", caption)
+    assert " --tokens 16 " in command
+    assert drawn(f"{command} --steps 8 -o picture.png", tmp_path) == []
+    line = ["generate", str(tmp_path / "out"), caption, "-o", str(tmp_path / "x.png")]
+    said = CliRunner().invoke(cli, [*line, "--steps", "1"]).stderr
+    (option,) = re.findall(r"longest prompt is 16 tokens; (--tokens \d+)", said)
+    said = CliRunner().invoke(cli, [*line, "--steps", "1", *option.split()]).stderr
+    assert "longest prompt" not in said
 
 
 @pytest.mark.slow

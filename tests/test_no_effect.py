@@ -148,7 +148,7 @@ def test_guidance_of_a_checkpoint_that_takes_none_is_noted(
 
 
 def test_families_whose_prompts_have_a_fixed_length_say_so(pipe: Pipeline) -> None:
-    fixed = {name for name, family in FAMILIES.items() if not family.takes_tokens}
+    fixed = {name for name, family in FAMILIES.items() if not family.default_tokens}
     assert fixed == {"StableDiffusionPipeline", "StableDiffusionXLPipeline", "DiTPipeline"}
 
 

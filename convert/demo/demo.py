@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -17,7 +18,7 @@ from mlxconv.runtime.generate.pipeline import load
 from ..conversion import convert
 from ..verify.metrics import compare, psnr_db
 from ..verify.verify import verify
-from . import CHECKPOINT
+from . import CHECKPOINT, TOKENS
 from .accuracy import STEPS, by_diffusers, by_mlx, is_right
 from .scenes import Scene, held_out_scenes
 from .sheet import Column, draw_sheet
@@ -82,9 +83,17 @@ class DemoReport:
             "source_bytes": self.source_bytes,
             "prompts": self.prompts,
             "steps": STEPS,
+            "next_steps": [self.next_step],
             "reference_accuracy": self.reference_right / self.prompts,
             "rows": rows,
         }
+
+    @property
+    def next_step(self) -> str:
+        """A command that draws a picture; the text encoders were trained on so many tokens."""
+        bundle = str(Path(self.folder) / self.rows[0].q)
+        drawn = ["--tokens", str(TOKENS), "--steps", str(STEPS), "-o", "picture.png"]
+        return shlex.join(["mlxconv", "generate", bundle, held_out_scenes(1)[0].caption, *drawn])
 
     def as_text(self) -> str:
         """The table."""
@@ -102,6 +111,8 @@ class DemoReport:
             "right: pictures with the colours, shapes, sizes and places of their prompt.",
             f"picture: {self.picture}",
             f"bundles: {self.folder}",
+            "next:",
+            f"  {self.next_step}",
         ]
         return "\n".join(lines)
 

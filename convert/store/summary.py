@@ -10,7 +10,9 @@ import sys
 import time
 from typing import Any
 
+from mlxconv.runtime.files import read_json
 from mlxconv.runtime.generate.families import FAMILIES
+from mlxconv.runtime.generate.tokens import longest_prompt
 
 from ..report import ComponentReport, ConvertReport
 from .options import Job, Run
@@ -61,8 +63,20 @@ def _next_steps(run: Run, jobs: dict[str, Job], out: str) -> list[str]:
     if run.checkpoint.class_name in FAMILIES and not missing:
         reads_text = any("tokenizer" in name for name in run.checkpoint.others)
         prompt = "a photo of a cat" if reads_text else "0"  # a class's number
-        steps.append(shlex.join(["mlxconv", "generate", out, prompt, "-o", "picture.png"]))
+        command = ["mlxconv", "generate", out, prompt, *_tokens(run), "-o", "picture.png"]
+        steps.append(shlex.join(command))
     return steps
+
+
+def _tokens(run: Run) -> list[str]:
+    """`--tokens N` where the tokenizer of the longest prompt takes fewer than are padded to."""
+    default = FAMILIES[str(run.checkpoint.class_name)].default_tokens
+    names = sorted(name for name in run.checkpoint.others if name.startswith("tokenizer"))
+    file = run.checkpoint.path / names[-1] / "tokenizer_config.json" if names else None
+    if not default or file is None or not file.is_file():
+        return []
+    longest = longest_prompt(read_json(file))
+    return ["--tokens", str(longest)] if longest is not None and longest < default else []
 
 
 def _component_report(job: Job) -> ComponentReport:

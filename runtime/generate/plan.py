@@ -107,7 +107,7 @@ def _without_effect(
             (
                 f"tokens {options.tokens} has no effect: the text encoders of this pipeline "
                 "read a fixed number",
-                options.tokens is not None and not family.takes_tokens,
+                options.tokens is not None and not family.default_tokens,
             ),
             (
                 f"batch {options.batch}: a prompt has fewer pictures (--count), made in one batch",

@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,12 @@ def _silenced(descriptor: int) -> Iterator[None]:
         os.close(kept)
 
 
+def longest_prompt(options: Mapping[str, Any]) -> int | None:
+    """`model_max_length` of a tokenizer_config.json; None where it says no limit, by 1e30."""
+    length = options.get("model_max_length")
+    return int(length) if isinstance(length, (int, float)) and 1 <= length <= MAX_TOKENS else None
+
+
 @dataclass(frozen=True)
 class Tokens:
     """ids and mask (1, length). `cut`: how many tokens of the text did not fit."""
@@ -96,6 +102,11 @@ class TextTokenizer:
             self._tokenizer = Tokenizer.from_str(text)
         options = folder / "tokenizer_config.json"
         self._options: dict[str, Any] = read_json(options) if options.is_file() else {}
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest prompt, where its configuration says so."""
+        return longest_prompt(self._options)
 
     def padded(self, text: str, length: int | None = None, side: str | None = None) -> Tokens:
         """Exactly `length` tokens (by default the tokenizer's own maximum), special ones too.

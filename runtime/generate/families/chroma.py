@@ -13,6 +13,7 @@ _TOKENS = 512
 
 
 class Chroma(Packed):
+    default_tokens = _TOKENS
     embeddings: ClassVar[Shapes] = {
         "encoder_hidden_states": (1, "tokens", "joint_attention_dim"),
         "attention_mask": (1, "tokens"),

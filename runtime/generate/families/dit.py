@@ -18,7 +18,6 @@ from .parts import Defaults, Inputs, Parts, Request, Shapes
 class Dit(MeanOf):
     encoders = ()
     embeddings: ClassVar[Shapes] = {"class_labels": (1,)}
-    takes_tokens = False
 
     def defaults(self, parts: Parts) -> Defaults:
         return patched_defaults(parts, 50, 4.0)

@@ -17,8 +17,8 @@ class Family:
     encoders: components that read the prompt, freed afterwards; optional: those that a checkpoint
     may lack. embeddings: what they make of it, by name, and its shape: sizes are expressions of the
     denoiser's configuration, other words are free. guidance: its form. conditioning: names of other
-    numbers that `inputs` reads of the request. takes_tokens: whether the number of tokens is the
-    caller's to choose.
+    numbers that `inputs` reads of the request. default_tokens: to which diffusers pads a prompt; 0
+    where the caller cannot choose their number.
     """
 
     denoiser = "transformer"
@@ -27,7 +27,7 @@ class Family:
     embeddings: ClassVar[Shapes]
     guidance = Guidance()
     conditioning: tuple[str, ...] = ()
-    takes_tokens = True
+    default_tokens = 0
 
     def defaults(self, parts: Parts) -> Defaults:
         """Of a request for this checkpoint."""

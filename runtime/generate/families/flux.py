@@ -56,6 +56,7 @@ class Packed(Family):
 
 class Flux(Packed):
     encoders = ("text_encoder", "text_encoder_2")
+    default_tokens = _TOKENS
     embeddings: ClassVar[Shapes] = {
         "encoder_hidden_states": (1, "tokens", "joint_attention_dim"),
         "pooled_projections": (1, "pooled_projection_dim"),

@@ -32,6 +32,7 @@ def _distilled(parts: Parts) -> bool:
 class Flux2(Packed):
     """layers: of the text encoder, whose hidden states are read side by side."""
 
+    default_tokens = _TOKENS
     embeddings: ClassVar[Shapes] = {"encoder_hidden_states": (1, "tokens", "joint_attention_dim")}
     template = _MISTRAL
     layers = (10, 20, 30)

@@ -130,6 +130,13 @@ class Parts:
         side: to pad on, by default the tokenizer's own.
         """
         tokenizer = TextTokenizer(self.bundle.path / name, special=special)
+        longest = tokenizer.longest
+        if pad and length is not None and longest is not None and length > longest:
+            note = (
+                f"{name}: the prompt was padded to {length} tokens; the tokenizer's longest prompt "
+                f"is {longest} tokens; --tokens {longest} keeps to that"
+            )
+            self.notes += [] if note in self.notes else [note]
         found = tokenizer.padded(text, length, side) if pad else tokenizer.unpadded(text, length)
         if found.cut:
             self.notes.append(

@@ -14,6 +14,7 @@ _TOKENS = 300
 
 
 class PixArtSigma(MeanOf):
+    default_tokens = _TOKENS
     embeddings: ClassVar[Shapes] = {
         "encoder_hidden_states": (1, "tokens", "caption_channels"),
         "encoder_attention_mask": (1, "tokens"),

@@ -19,6 +19,7 @@ _TOKENS = 512
 
 
 class QwenImage(Packed):
+    default_tokens = _TOKENS
     embeddings: ClassVar[Shapes] = {"encoder_hidden_states": (1, "tokens", "joint_attention_dim")}
     guidance = Guidance(rescale="norm")
 

@@ -40,6 +40,7 @@ _INSTRUCTION = "\n".join(
 
 
 class Sana(MeanOf):
+    default_tokens = _TOKENS
     embeddings: ClassVar[Shapes] = {
         "encoder_hidden_states": (1, "tokens", "caption_channels"),
         "encoder_attention_mask": (1, "tokens"),

@@ -21,7 +21,6 @@ class Unet(Family):
     """A UNet, which may take guidance as an input."""
 
     denoiser = "unet"
-    takes_tokens = False
 
     def embedded(self, parts: Parts) -> bool:
         return parts.config("unet").get("time_cond_proj_dim") is not None

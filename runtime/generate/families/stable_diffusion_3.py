@@ -19,6 +19,7 @@ _PATCH = 2
 class StableDiffusion3(Family):
     encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
     optional = ("text_encoder_3",)
+    default_tokens = _TOKENS
     embeddings: ClassVar[Shapes] = {
         "encoder_hidden_states": (1, "tokens", "joint_attention_dim"),
         "pooled_projections": (1, "pooled_projection_dim"),

@@ -20,6 +20,7 @@ _TOKENS = 512
 
 
 class ZImage(Family):
+    default_tokens = _TOKENS
     embeddings: ClassVar[Shapes] = {"cap_feats": ("tokens", "cap_feat_dim")}
     guidance = Guidance(origin="positive")
 
