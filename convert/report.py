@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from mlxconv.runtime.files import format_bytes
+from mlxconv.runtime.files import counted, format_bytes
 
 
 @dataclass
@@ -156,7 +156,7 @@ def human_count(count: float) -> str:
 def _row(name: str, part: ComponentReport) -> str:
     program = part.note or part.status
     if part.program is not None:
-        program = f"{part.program['nodes']} nodes, {part.program['blocks']} blocks"
+        program = ", ".join(counted(part.program[f"{what}s"], what) for what in ("node", "block"))
     bits = f"{part.bits_per_weight:.2f}" if part.bits_per_weight else "-"
     return (
         f"{name:<18}{part.class_name:<32}{human_count(part.parameters):>10}"

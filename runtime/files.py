@@ -32,6 +32,11 @@ def whole(file: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def counted(count: int, what: str) -> str:
+    """`1 block`, `2 blocks`."""
+    return f"{count} {what}" + ("" if count == 1 else "s")
+
+
 def format_bytes(count: float) -> str:
     """1234567 -> 1.2 MB, in powers of 1000; from a gigabyte on with two decimals."""
     for unit in ("B", "kB", "MB"):

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mlxconv.runtime.bench.bench import Settings
-from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.bundle import is_bundle, open_bundle
+from mlxconv.runtime.errors import ArgumentError, MlxconvError
 
 MFLUX_CLASSES = ("FluxTransformer2DModel", "QwenImageTransformer2DModel")
 # Run by name and by path, each in a process of its own; the second by mflux's interpreter.
@@ -24,10 +25,8 @@ def peer_command(settings: Settings, about: dict[str, Any], folder: Path) -> lis
     about: of the bundle's denoiser. folder: of inputs and outputs. Raises MlxconvError where a
     setting that the peer needs is missing, or it does not have the class.
     """
-    if settings.source is None:
-        raise MlxconvError(f"--against {settings.against} needs --source, the checkpoint")
     if settings.guidance != "none":
-        raise MlxconvError("--against compares single predictions, so it needs --guidance none")
+        raise ArgumentError("--against compares single predictions, so it needs --guidance none")
     source = _source(settings)
     job = {
         **asdict(settings.job()),
@@ -51,7 +50,7 @@ def _mflux(settings: Settings, about: dict[str, Any], job: dict[str, Any]) -> li
             f"--against mflux covers {', '.join(MFLUX_CLASSES)}, not {about['class']}"
         )
     if settings.mflux_python is None:
-        raise MlxconvError(
+        raise ArgumentError(
             "--against mflux needs --mflux-python, the interpreter of an environment with mflux"
         )
     check = [settings.mflux_python, "-c", "import mflux"]
@@ -67,10 +66,19 @@ def _mflux(settings: Settings, about: dict[str, Any], job: dict[str, Any]) -> li
 
 
 def _source(settings: Settings) -> Path:
-    """The folder of the component's checkpoint."""
-    assert settings.source is not None
-    folder = settings.source / (settings.component or "")
-    source = folder if folder.is_dir() else settings.source
+    """The folder of the component's checkpoint, by default of the one that the bundle records."""
+    root = settings.source
+    if root is None:
+        known = is_bundle(settings.bundle)
+        recorded = open_bundle(settings.bundle).manifest.get("source") if known else None
+        root = Path(str(recorded))
+        if not (root.is_absolute() and root.is_dir()):
+            made = f"; the bundle was made from {recorded}" if recorded else ""
+            raise MlxconvError(
+                f"--against {settings.against} needs --source, the checkpoint's folder{made}"
+            )
+    folder = root / (settings.component or "")
+    source = folder if folder.is_dir() else root
     if not (source / "config.json").is_file():
         raise MlxconvError(f"{source}: no config.json; --source is the checkpoint it came from")
     return source

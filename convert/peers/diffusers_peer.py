@@ -21,6 +21,7 @@ from mlxconv.runtime.bench.examples import Example
 from mlxconv.runtime.bench.worker import Repetition, example_of
 from mlxconv.runtime.bundle import load_component
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.files import counted
 from mlxconv.runtime.machine import peak_rss_bytes
 
 from ..recipe.reading import bundle_recipe
@@ -99,7 +100,7 @@ def _version(reference: Reference) -> str:
 
     with reference.running():
         threads = torch.get_num_threads()
-    return f"{diffusers.__version__} (torch {torch.__version__}, {threads} threads)"
+    return f"{diffusers.__version__} (torch {torch.__version__}, {counted(threads, 'thread')})"
 
 
 def main() -> None:

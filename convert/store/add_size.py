@@ -212,23 +212,28 @@ def _recipe_pixels(bundle: Bundle, source: Traceable, sizes: Sequence[Size]) -> 
     part = bundle.path / "vae" / "config.json"
     own = vae_scale(read_json(part)) if part.is_file() else _RECIPE_SCALE
     per = _RECIPE_SCALE / own
-    multiple, pipeline = pixel_multiple(expressions, per), bundle.manifest.get("pipeline")
+    multiple, pipeline = pixel_multiple(expressions, per=per), bundle.manifest.get("pipeline")
     if pipeline in FAMILIES:
         multiple = math.lcm(multiple, FAMILIES[pipeline].defaults(Parts(bundle)).multiple)
     square = not any("W" in names_in(text) for text in expressions)
     for width, height in sizes:
-        if width % multiple or height % multiple:
-            near = "x".join(str(max(1, round(n / multiple)) * multiple) for n in (width, height))
-            raise MlxconvError(
-                f"--size {width}x{height}: width and height have to be divisible by {multiple}; "
-                f"{near} is the nearest"
-            )
+        check_divisible((width, height), multiple)
         if square and width != height:
             raise MlxconvError(
                 f"--size {width}x{height}: {source.recipe.class_name} takes square images only; "
                 f"give {height}x{height}"
             )
     return [(int(width * per), int(height * per)) for width, height in sizes]
+
+
+def check_divisible(size: Size, multiple: int) -> None:
+    """MlxconvError, with the nearest size, where width or height is not a multiple."""
+    if any(side % multiple for side in size):
+        near = (max(1, round(side / multiple)) * multiple for side in size)
+        raise MlxconvError(
+            f"--size {size[0]}x{size[1]}: width and height have to be divisible by {multiple}; "
+            f"{'x'.join(map(str, near))} is the nearest"
+        )
 
 
 def _write(folder: Path, made: Compiled) -> None:

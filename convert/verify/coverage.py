@@ -6,17 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.program.expressions import pixel_multiple
 from mlxconv.runtime.program.program import Program
 
 from ..recipe.recipe import Recipe, evaluate, names_in
+from ..store.add_size import check_divisible
 from ..trace.class_config import full_config
 from .forward import Case, EntryRun, fits
 
 WORKING_SIZE = (1024, 1024)  # pixels at which people work
 
 
-def pixel_dims(recipe: Recipe, config: Mapping[str, Any], size: tuple[int, int]) -> dict[str, int]:
-    """The free sizes that (width, height) pixels give, for one picture."""
+def pixel_dims(
+    recipe: Recipe, config: Mapping[str, Any], size: tuple[int, int], *, exact: bool = False
+) -> dict[str, int]:
+    """The free sizes that (width, height) pixels give, for one picture.
+
+    exact: MlxconvError for a size that would be rounded.
+    """
     names = {**config, "W": size[0], "H": size[1]}
     found = {
         name: int(evaluate(text, names))
@@ -29,6 +36,9 @@ def pixel_dims(recipe: Recipe, config: Mapping[str, Any], size: tuple[int, int])
             f"--size {size[0]}x{size[1]}: too few pixels for {recipe.class_name} "
             f"({small[0]} is 0); give more"
         )
+    if exact:
+        texts = [recipe.sizes[name] for name in found]
+        check_divisible(size, pixel_multiple(texts, config))
     batch = recipe.dims.get("batch")
     return {**({"batch": 1} if found and batch and not batch.fixed else {}), **found}
 
@@ -46,6 +56,8 @@ def not_covered(case: Case, recipe: Recipe, sizes: Mapping[str, Mapping[str, int
     size = _working_size(recipe, config)
     wanted = pixel_dims(recipe, config, size)
     wanted.pop("batch", None)
+    if wanted.keys() <= case.dims.keys():  # they were chosen
+        return ""
     ran = next((s for s in sizes.values() if any(s[n] < wanted[n] for n in wanted)), None)
     if ran is None:
         return ""

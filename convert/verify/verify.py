@@ -338,7 +338,7 @@ def _at_size(cases: Sequence[Case], size: tuple[int, int]) -> list[Case]:
     found = []
     for case in cases:
         config = full_config(case.component)
-        pixels = {} if case.recipe is None else pixel_dims(case.recipe, config, size)
+        pixels = {} if case.recipe is None else pixel_dims(case.recipe, config, size, exact=True)
         found.append(replace(case, dims={**pixels, **case.dims}))
     if all(case.dims == at.dims for case, at in zip(cases, found)):
         names = ", ".join(case.name for case in cases)

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import MlxconvError
+from ..errors import ArgumentError
+from ..files import counted
 from ..program.program import Program
 from .bench import (
     Figures,
@@ -109,8 +110,11 @@ class AblationReport:
         about, chosen = self.about, self.settings
         dims = ", ".join(f"{k}={v}" for k, v in about["dims"].items())
         lines = [
-            f"{about['class']}, {about['dtype']}, {dims}; {chosen.steps} steps, "
-            f"{chosen.repeat} repetitions; {machine_line(about['machine'])}",
+            f"{about['class']}, {about['dtype']}, {dims}; {counted(chosen.steps, 'step')}, "
+            f"{counted(chosen.repeat, 'repetition')}; {machine_line(about['machine'])}",
+            "s a step: the median of all steps. ratio: of a whole loop to the mean of the default "
+            "loops run before and after it, the median of all repetitions, not the quotient of the "
+            "medians.",
             "",
             "| question | by default | here | s a step | min to max | ratio | CPU ratio | peak GB "
             "| first step s | rel_l2 |",
@@ -142,7 +146,7 @@ def ablate(settings: Settings, say: Say = lambda text: None) -> AblationReport:
     """Measure every row that means something for this program."""
     settings = with_component(settings)
     if settings.against != "none":
-        raise MlxconvError("--ablate compares mlxconv with itself, so it needs --against none")
+        raise ArgumentError("--ablate compares mlxconv with itself, so it needs --against none")
     about = describe(settings)
     program, _ = component_facts(settings.bundle, settings.component)
     rows, left_out = _applicable(program, settings)

@@ -19,6 +19,7 @@ import numpy as np
 from ..bundle import default_dtype, denoiser_of, is_bundle, open_bundle, program_of, read_json
 from ..errors import ArgumentError, MlxconvError
 from ..exec.executor import COMPILE_MODES
+from ..files import counted
 from ..machine import described, environment
 from .examples import Sizes, entry_at
 from .worker import GUIDANCE, Repetition
@@ -134,13 +135,20 @@ class BenchReport:
             "rel_l2": self.rel_l2,
         }
 
+    @property
+    def _unquantized(self) -> str:
+        """That a peer runs the source's weights, where these are quantized."""
+        quantized = self.about["quantization"] is not None
+        return ", to the source's unquantized weights" if quantized else ""
+
     def as_text(self) -> str:
         """A table."""
         about, chosen = self.about, self.settings
         dims = " ".join(f"{k}={v}" for k, v in about["dims"].items())
         lines = [
             f"{about['class']}, {about['dtype']}: {dims}",
-            f"{chosen.steps} steps, {chosen.repeat} repetitions, compile {chosen.compile}, "
+            f"{counted(chosen.steps, 'step')}, {counted(chosen.repeat, 'repetition')}, "
+            f"compile {chosen.compile}, "
             f"guidance {chosen.guidance}",
             machine_line(about["machine"]),
             "",
@@ -157,7 +165,7 @@ class BenchReport:
                 + (
                     "outputs not compared"
                     if self.rel_l2 is None
-                    else f"outputs differ by {self.rel_l2:.1e} (rel_l2)"
+                    else f"outputs differ by {self.rel_l2:.1e} (rel_l2{self._unquantized})"
                 )
             )
             lines += _products_lines(chosen.against, about["machine"])

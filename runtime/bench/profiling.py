@@ -22,7 +22,7 @@ from ..bundle import LoadedComponent, is_bundle, load_component, open_bundle
 from ..errors import MlxconvError
 from ..exec.executor import observed
 from ..exec.finite import HALF_MAX, floats, largest_of
-from ..files import format_bytes
+from ..files import counted, format_bytes
 from ..generate.denoise import LoopSettings, denoise
 from ..generate.phases import Phases, phase_table
 from ..generate.staging import Staged
@@ -307,7 +307,7 @@ class ProfileReport:
         about, found = self.about, self.figures
         dims = " ".join(f"{k}={v}" for k, v in about["dims"].items())
         lines = [
-            f"{about['class']}, {about['dtype']}: {dims}; {self.settings.steps} steps, "
+            f"{about['class']}, {about['dtype']}: {dims}; {counted(self.settings.steps, 'step')}, "
             f"compile {self.settings.compile}",
             machine_line(about["machine"]),
             "",

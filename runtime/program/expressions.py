@@ -56,17 +56,20 @@ def evaluate(expression: Expression | bool, names: Mapping[str, Any]) -> Any:
         raise MlxconvError(f"recipe expression {expression!r}: {error}") from error
 
 
-def pixel_multiple(expressions: Iterable[Expression], per: float = 1) -> int:
+def pixel_multiple(
+    expressions: Iterable[Expression], names: Mapping[str, Any] | None = None, per: float = 1
+) -> int:
     """What width W and height H have to be multiples of for every `//` to leave no remainder.
 
-    per: pixels of an expression to one of the answer.
+    names: other values that they read. per: pixels of an expression to one of the answer.
 
     >>> pixel_multiple(["(H // 16) * (W // 16)"])
     16
     """
     exact = [text.replace("//", "/") for text in expressions if isinstance(text, str)]
     for size in range(1, 1025):
-        values = [evaluate(text, {"W": size * per, "H": size * per}) for text in exact]
+        given = {**(names or {}), "W": size * per, "H": size * per}
+        values = [evaluate(text, given) for text in exact]
         if all(value >= 1 and float(value).is_integer() for value in values):
             return size
     raise MlxconvError(f"recipe expressions {', '.join(exact)}: no size divides by them")

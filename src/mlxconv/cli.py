@@ -519,9 +519,14 @@ def _sized(command: Callable[..., Any]) -> Callable[..., Any]:
     default="none",
     show_default=True,
     type=click.Choice(["none", "diffusers", "diffusers-compiled", "mflux"]),
-    help="Also run another implementation with the same weights, sizes and precision.",
+    help="Also run another implementation: the source's weights, unquantized, at the same sizes "
+    "and precision of activations.",
 )
-@click.option("--source", type=types.OLD_FOLDER, help="Checkpoint folder that --against runs.")
+@click.option(
+    "--source",
+    type=types.OLD_FOLDER,
+    help="Checkpoint folder that --against runs. [default: the source that BUNDLE records]",
+)
 @click.option(
     "--mflux-python", type=types.PROGRAM, help="Python interpreter of an environment with mflux."
 )

@@ -383,6 +383,10 @@ def test_what_was_not_compared_is_said_and_the_command_compares_it(
     assert result.exit_code == 0, result.output
     assert data["notes"] == []
     assert data["sizes"]["transformer"]["forward"]["image_tokens"] == 48
+    assert verify(flux_bundle("fp32"), flux_checkpoint, size=(64, 64)).notes == []  # chosen
+    with pytest.raises(MlxconvError, match=r"100x100: .* divisible by 16; (96x96) is the nearest"):
+        verify(flux_bundle("fp32"), flux_checkpoint, size=(100, 100))
+    verify(flux_bundle("fp32"), flux_checkpoint, size=(96, 96))
 
 
 def test_a_size_without_effect_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +20,9 @@ from mlxconv.runtime.bench import ablation
 from mlxconv.runtime.bench.ablation import ROWS, ablate
 from mlxconv.runtime.bench.bench import Settings, bench, describe, figures
 from mlxconv.runtime.bench.worker import Repetition, run
-from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.errors import ArgumentError, MlxconvError
 
+from ...bundles import change_json
 from ...conftest import Bundles
 
 TINY = {"pixels": (64, 64), "dims": {"text_tokens": 8}}
@@ -82,10 +84,11 @@ def test_what_it_was_measured_on_is_named(report: dict[str, Any]) -> None:
 def test_diffusers_gives_the_same_on_the_same_inputs(
     flux_bundle: Bundles, flux_checkpoint: Path
 ) -> None:
-    settings = Settings(
-        flux_bundle("fp32"), steps=1, repeat=1, against="diffusers", source=flux_checkpoint, **TINY
-    )
-    found = bench(settings, peer=peer_command)
+    settings = Settings(flux_bundle("fp32"), steps=1, repeat=1, against="diffusers", **TINY)
+    found = bench(settings, peer=peer_command)  # of the source that the bundle records
+    assert "1 step, 1 repetition, " in found.as_text() and "unquantized" not in found.as_text()
+    quantized = replace(found, about={**found.about, "quantization": 4})
+    assert "(rel_l2, to the source's unquantized weights)" in quantized.as_text()
     assert found.rel_l2 is not None
     assert found.rel_l2 < 1e-4
     assert found.peer is not None
@@ -163,6 +166,7 @@ def test_a_row_of_the_table_is_one_change(
     assert row.rel_l2 < 1e-4
     assert report.left_out == {"evaluate: every 5 steps": "needs --steps 5 or more"}
     assert "| attention | mx.fast | manual |" in report.as_text()
+    assert "not the quotient of the medians" in report.as_text()
 
 
 @pytest.mark.parametrize(
@@ -185,7 +189,6 @@ def test_settings_that_mean_nothing_are_refused(changes: dict[str, Any], message
         ({"component": "vae"}, "no component 'vae'"),
         ({"dims": {"depth": 2}}, "no dim depth"),
         ({"pixels": (8, 8)}, "too few"),
-        ({"against": "diffusers"}, "needs --source"),
         ({"against": "mflux", "source": Path("/")}, "no config.json; --source is the checkpoint"),
     ],
 )
@@ -194,6 +197,28 @@ def test_what_cannot_be_measured_is_said_before_anything_runs(
 ) -> None:
     with pytest.raises(MlxconvError, match=message):
         bench(Settings(flux_bundle("fp32"), **changes), peer=peer_command)
+
+
+def test_a_source_that_is_gone_has_to_be_given(flux_bundle: Bundles, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(flux_bundle("fp32"), tmp_path / "copy"))
+    change_json(copy / "mlxconv.json", lambda data: data.update(source="acme/art"))
+    with pytest.raises(MlxconvError, match=r"needs --source, .* was made from acme/art"):
+        bench(Settings(copy, against="diffusers"), peer=peer_command)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--against", "diffusers", "--guidance", "batched"],
+        ["--against", "mflux"],
+        ["--against", "diffusers", "--ablate"],
+    ],
+)
+def test_options_that_contradict_each_other_are_usage_errors(
+    options: list[str], flux_bundle: Bundles
+) -> None:
+    refused = CliRunner().invoke(cli, ["bench", str(flux_bundle("fp32")), *options])
+    assert isinstance(refused.exception, ArgumentError)
 
 
 def test_the_script_that_mflux_runs_is_part_of_the_package() -> None:
