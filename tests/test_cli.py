@@ -70,6 +70,7 @@ def test_convert_prints_all_fields(flux_checkpoint: Path, tmp_path: Path) -> Non
 def test_convert_can_verify_what_it_wrote(flux_checkpoint: Path, tmp_path: Path) -> None:
     data = result_of("convert", flux_checkpoint, "-o", tmp_path / "out", "--verify")
     assert data["verify"]["passed"]
+    assert not any("verify" in step for step in data["next_steps"])
 
 
 def test_verify_prints_all_fields(flux_checkpoint: Path, flux_bundle: Bundles) -> None:

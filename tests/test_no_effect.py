@@ -55,6 +55,23 @@ def test_convert_refuses_what_decides_nothing(
     result_says(result, says)
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--q", "fp32", "--keep", "x_embedder"], "--keep has no effect"),
+        (["--revision", "main"], "--revision is for repositories of the Hub"),
+        (["--class", "mypackage.model:Own"], "is a pipeline, and --class"),
+    ],
+)
+def test_options_that_contradict_each_other_are_usage_errors(
+    options: list[str], says: str, pipeline_checkpoint: Path, tmp_path: Path
+) -> None:
+    command = ["convert", str(pipeline_checkpoint), "-o", str(tmp_path / "out"), *options]
+    result = CliRunner().invoke(cli, command)
+    assert isinstance(result.exception, ArgumentError) and says in str(result.exception)
+    assert result.output == ""  # no progress before
+
+
 def test_what_is_only_said_twice_is_taken(flux_checkpoint: Path, tmp_path: Path) -> None:
     """An option that asks for what holds anyway is heeded, not without effect."""
     command = ["convert", str(flux_checkpoint), "-o", str(tmp_path / "out"), "--dry-run"]

@@ -245,7 +245,7 @@ def _notes(origin: Origin, licence: Licence, measured: Measured) -> tuple[str, .
         )
     if origin.repo is None:
         notes.append(
-            f"note: the card names no base model, {origin.label} is a local folder; "
+            f"note: the card names no base model because {origin.label} is a local folder; "
             "`--base-model NAMESPACE/NAME` names it"
         )
     return tuple(notes)

@@ -157,6 +157,8 @@ class Policy:
     recipe_keep: Sequence[str] = ()
     modulation: Sequence[str] = ()
     overrides: Sequence[tuple[str, Precision]] = ()
+    file_keep: Sequence[str] = ()  # of the policy file `file`
+    file: str = ""
 
     def decide(self, name: str, parameter: Parameter) -> Decision:
         if parameter.dtype != "compute":
@@ -175,10 +177,14 @@ class Policy:
         kept = Precision(self.default.dtype)
         for pattern, precision in self.overrides:
             if matches(pattern, module):
-                return precision, None
+                kept_by = self.default.quantized and _first_match(self.recipe_keep, module)
+                why = f"set by {pattern}, which overrides the recipe's keep {kept_by}"
+                return precision, why if kept_by else None
         if self.default.quantized:
             if user := _first_match(self.keep, module):
                 return kept, f"--keep {user}"
+            if listed := _first_match(self.file_keep, module):
+                return kept, f"{self.file} keeps {listed}"
             if recipe := _first_match(self.recipe_keep, module):
                 return kept, f"recipe keeps {recipe}"
             if (self.default.bits or 0) < MODULATION_BITS and _first_match(self.modulation, module):
@@ -247,6 +253,8 @@ def check_patterns(patterns: Iterable[str], modules: Iterable[str]) -> None:
 
 
 def _closest(pattern: str, names: list[str]) -> str:
+    known = set(names)
+    names = [name for name in names if name.rpartition(".")[0] not in known]  # modules alone
     inside = [name for name in names if matches(f"**.{pattern}", name)]
     close = inside[:3] or difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
     hint = "; patterns match the whole name: `**.` before it reaches into blocks"

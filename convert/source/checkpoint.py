@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.errors import ArgumentError, MlxconvError
 from mlxconv.runtime.files import read_json
 
 from .keys import KeyMatch, match_keys, tied_weights
@@ -104,7 +104,7 @@ def open_checkpoint(
     index_file = next((path / n for n in INDEX_NAMES if (path / n).is_file()), None)
     if index_file is not None:
         if model_class is not None:
-            raise MlxconvError(
+            raise ArgumentError(
                 f"{path}: is a pipeline, and --class {model_class} names the class of one "
                 "component: give that component's folder"
             )

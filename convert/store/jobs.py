@@ -74,6 +74,12 @@ def check_options(options: ConvertOptions) -> None:
     for text in (options.text_encoder_q, options.vae_q, *(bits for _, bits in options.set)):
         if text is not None:
             parse_precision(_bits(text))
+    given = (options.q, options.text_encoder_q, options.vae_q)
+    floats = all(not (q.endswith(".toml") or parse_precision(q).quantized) for q in given if q)
+    if options.keep and floats and options.target_size is None:
+        raise ArgumentError(
+            f"--keep has no effect: --q {options.q} quantizes no weight by default; leave it out"
+        )
     if options.method not in ("rtn", "refit", "search"):
         raise ArgumentError(
             f"--method {options.method}: expected refit, rtn or search "
@@ -268,10 +274,12 @@ def _policy(
     file = _policy_file(options, text)
     return Policy(
         file.default,
-        keep=[*options.keep, *file.keep],
+        keep=options.keep,
         recipe_keep=recipe.precision.keep if recipe else (),
         modulation=recipe.precision.modulation if recipe else (),
         overrides=[*(_override(options, *item) for item in options.set), *file.overrides],
+        file_keep=file.keep,
+        file=Path(text).name,
     )
 
 

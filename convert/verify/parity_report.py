@@ -56,7 +56,10 @@ class ParityReport:
 
     def as_text(self) -> str:
         """A table for people; the verdict is its last line."""
-        head = f"{'component':<16}{'tier':<11}{'name':<34}{'rel_l2':>10}{'max_rel':>10}{'dB':>7}"
+        part = max([16, *(len(row.component) + 1 for row in self.tiers)])
+        wide = max([34, *(len(row.name) + 1 for row in self.tiers)])
+        head = f"{'component':<{part}}{'tier':<11}{'name':<{wide}}"
+        head += f"{'rel_l2':>10}{'max_rel':>10}{'dB':>7}"
         lines = [f"{head}{'limit':>10}  result"]
         for row in self.tiers:
             limit = "" if row.threshold is None else f"{row.threshold:.1e}"
@@ -64,7 +67,7 @@ class ParityReport:
             verdict = "FAILED" if not row.passed else "ok" if row.judged and self.judged else ""
             result = "  ".join(filter(None, (verdict, psnr, row.note)))
             lines.append(
-                f"{row.component:<16}{row.tier:<11}{row.name:<34}{row.rel_l2:>10.2e}"
+                f"{row.component:<{part}}{row.tier:<11}{row.name:<{wide}}{row.rel_l2:>10.2e}"
                 f"{row.max_rel:>10.2e}{decibels(row.sqnr_db):>7}{limit:>10}  {result}"
             )
         lines += self.notes

@@ -292,6 +292,8 @@ def convert(
 
         out = out or Path("mlx_model")
         report = run(source, out, q, **options)
+        if verify_after:  # which is the first of the next steps
+            report.next_steps = report.next_steps[1:]
         data, text, note, passed = report.as_json(), report.as_text(), report.notes(), True
         if verify_after and not options["dry_run"]:
             from .convert.verify.verify import measure

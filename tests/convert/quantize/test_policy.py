@@ -140,7 +140,7 @@ def test_user_overrides_beat_keep_beats_the_recipe_beats_modulation_beats_the_de
         modulation=["?"],
     )
     expected = {
-        "a": (affine(6), None),
+        "a": (affine(6), "set by a, which overrides the recipe's keep a"),
         "b": (Precision("bfloat16"), "--keep b"),
         "c": (Precision("bfloat16"), "recipe keeps c"),
         "d": (affine(8), "modulation at 8 bit"),
@@ -153,6 +153,22 @@ def test_user_overrides_beat_keep_beats_the_recipe_beats_modulation_beats_the_de
             precision,
             why,
         )
+
+
+def test_whose_rule_it_was_is_said() -> None:
+    name, parameter = linear()
+    module = name.removesuffix(".weight")
+    kept = Policy(affine(4), recipe_keep=[module], overrides=[(module, affine(6))])
+    decision = kept.decide(name, parameter)
+    assert decision.precision == affine(6)
+    assert decision.why == f"set by {module}, which overrides the recipe's keep {module}"
+    of_file = Policy(affine(4), file_keep=[module], file="mine.toml").decide(name, parameter)
+    assert of_file.why == f"mine.toml keeps {module}"
+
+
+def test_close_modules_are_no_parameters() -> None:
+    with pytest.raises(MlxconvError, match=r"did you mean norm_out\.linear\?"):
+        check_patterns(["norm_out.linea"], ["norm_out.linear", "norm_out.linear.bias"])
 
 
 @pytest.mark.parametrize("default", ["8bit", "bf16"])

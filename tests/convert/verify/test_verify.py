@@ -468,3 +468,10 @@ def test_a_bundle_without_programs_is_verified_by_its_weights(
     report = verify(tmp_path / "out", pipeline_checkpoint, components=("vae",))
     assert report.passed
     assert [row.tier for row in report.tiers] == ["weights"]
+
+
+def test_a_long_name_does_not_shift_the_columns() -> None:
+    rows = [make_row("forward", "transformer", name, Sums(), 1.0, "x", passed=True)
+            for name in ("a", "b" * 60)]  # fmt: skip
+    head, *lines = ParityReport("bundle", "source", 0, rows).as_text().splitlines()[:3]
+    assert {line.index("ok") for line in lines} == {head.index("result")}
