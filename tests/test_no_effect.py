@@ -59,7 +59,7 @@ def test_convert_refuses_what_decides_nothing(
     ("options", "says"),
     [
         (["--q", "fp32", "--keep", "x_embedder"], "--keep has no effect"),
-        (["--revision", "main"], "--revision is for repositories of the Hub"),
+        (["--revision", "main"], "--revision applies only to Hub repositories"),
         (["--class", "mypackage.model:Own"], "is a pipeline, and --class"),
     ],
 )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxconv.runtime.bundle import Bundle
-from mlxconv.runtime.errors import MlxconvError
+from mlxconv.runtime.errors import ArgumentError, MlxconvError
 from mlxconv.runtime.files import read_json
 from mlxconv.runtime.headers import MAX_HEADER_BYTES
 from mlxconv.runtime.hub.bundles import HubBundle, is_hub_bundle
@@ -235,7 +235,7 @@ def _refuse_hub_options(source: str | Path, asked: Asked) -> None:
     }
     for option, value in given.items():
         if value:
-            raise MlxconvError(
+            raise ArgumentError(
                 f"{source}: {option} applies only to Hub repositories, and this is a local path"
             )
 
