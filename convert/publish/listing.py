@@ -132,13 +132,23 @@ def _other_folders(bundle: Bundle) -> list[str]:
     return sorted(n for n in named - known if "/" not in n and (bundle.path / n).is_dir())
 
 
+def _is_junk(parts: tuple[str, ...]) -> bool:
+    return any(p.startswith((".", "__")) for p in parts) or parts[-1].endswith((".part", ".tmp"))
+
+
+def left_out_reason(path: str) -> str:
+    """Why a file in the folder is not published."""
+    if _is_junk(Path(path).parts):
+        return "hidden or unfinished"
+    return f"no part of the bundle, as {MANIFEST} and model_index.json name none that reads it"
+
+
 def _plain(folder: Path, suffixes: set[str] | None = None) -> set[Path]:
     """Files below a folder that are neither hidden, nor unfinished, nor Python's own."""
     found = set()
     for path in _all_files(folder):
         parts = path.relative_to(folder).parts
-        junk = any(p.startswith((".", "__")) for p in parts) or path.suffix in (".part", ".tmp")
-        if not junk and (suffixes is None or path.suffix in suffixes):
+        if not _is_junk(parts) and (suffixes is None or path.suffix in suffixes):
             found.add(path)
     return found
 

@@ -29,7 +29,7 @@ from ..verify.verify import measure
 from .card import MARK, make_card
 from .card_facts import card_facts, read_sample
 from .licence import NOTICE_FILE, Given, Licence, licence_of, notice_text
-from .listing import PICTURE_FILE, Listing, list_bundle
+from .listing import PICTURE_FILE, Listing, left_out_reason, list_bundle
 from .preflight import Destination, look, prepare
 from .redaction import current_token, without_home, without_token
 from .upload import Sent, send, state_of
@@ -101,7 +101,7 @@ class UploadReport:
         if self.sent is None:
             lines += [f"{format_bytes(f['bytes']):>10}  {f['path']}" for f in data["files"]]
         lines += [f"    delete  {path}" for path in self.deleted]
-        lines += [f"  left out  {path}" for path in self.listing.left_out]
+        lines += [f"  left out  {path}: {left_out_reason(path)}" for path in self.listing.left_out]
         lines.append(f"card: {self.card}")
         total = f"{len(self.listing.files)} files, {format_bytes(self.listing.nbytes)}"
         if self.sent is None:

@@ -182,6 +182,9 @@ def test_junk_is_left_out_and_listed(hub: Hub, bundle: Path, env: Env) -> None:
     (bundle / "elsewhere").symlink_to(bundle.parent)
     data = json.loads(run("upload", bundle, REPO, "--json", env=env).out)
     assert set(data["left_out"]) == junk | {"elsewhere"}
+    text = run("upload", bundle, REPO, "--dry-run", env=env).out
+    assert "left out  notes/a.md: no part of the bundle" in text
+    assert "left out  scheduler/b.part: hidden or unfinished" in text
     assert not junk & published(hub).keys()
 
 
