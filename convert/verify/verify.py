@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxconv.runtime.bundle import Bundle, is_bundle, open_bundle, read_json
 from mlxconv.runtime.errors import ArgumentError, MlxconvError
-from mlxconv.runtime.exec.executor import MEMORY_BYTES
+from mlxconv.runtime.exec.bounds import MEMORY_BYTES
 from mlxconv.runtime.exec.weights import weight_map
 from mlxconv.runtime.generate.options import several
 from mlxconv.runtime.hub.bundles import is_hub_bundle

@@ -10,7 +10,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..bundle import LoadedComponent
-from ..exec.executor import Executor, observed
+from ..exec.executor import Executor
+from ..exec.steps import observed
 from ..program.program import Node, refs
 from ..program.stages import split
 from .examples import Example

@@ -20,8 +20,8 @@ import mlx.core as mx
 
 from ..bundle import LoadedComponent, is_bundle, load_component, open_bundle
 from ..errors import MlxconvError
-from ..exec.executor import observed
 from ..exec.finite import HALF_MAX, floats, largest_of
+from ..exec.steps import observed
 from ..files import counted, format_bytes
 from ..generate.denoise import LoopSettings, denoise
 from ..generate.phases import Phases, phase_table

@@ -1,144 +1,40 @@
 """Runs a program: binds its weights, evaluates its nodes, compiles, taps intermediate values."""
 
 import contextlib
-import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from ..cache_folders import keep_kernels_private
 from ..errors import MlxconvError
-from ..files import format_bytes
-from ..ops import OPS, on_cpu
+from ..ops import on_cpu
 from ..program.program import (
-    MAX_INT,
-    Arg,
     Block,
     Body,
     Entry,
-    Node,
     Program,
-    Ref,
-    Weight,
     refs,
-    walk,
 )
 from . import binding
+from .bounds import DEEPEST, bounded, depth, flat
+from .shells import make_of, shell_of
 from .sizes import add_size_command, asked_sizes
-from .weights import Held, QuantizedWeight, Stack, Weights, arrays_of, rebuild, spec_of
+from .steps import (
+    Lookup,
+    Stacked,
+    Step,
+    evaluator,
+    observe,
+    observers,
+    plan_steps,
+    taps_here,
+    under,
+    weight_keys,
+)
+from .weights import QuantizedWeight, Weights, arrays_of
 
 COMPILE_MODES = ("off", "block", "program")
-Lookup = Callable[[Any], Any]
-Observer = Callable[[Node, str, Mapping[str, Any], Any], None]
-_observers: list[Observer] = []
-
-
-@contextlib.contextmanager
-def observed(by: Observer) -> Iterator[None]:
-    """While it lasts, `by(node, block path, arguments, result)` sees each node that is applied.
-
-    Nothing is compiled meanwhile: compiled functions apply their nodes only when they are traced.
-    """
-    _observers.append(by)
-    try:
-        yield
-    finally:
-        _observers.remove(by)
-
-
-def observe(node: Node, prefix: str, args: Mapping[str, Any], results: Any) -> None:
-    """Show a node that was applied to whoever observes."""
-    for by in _observers:
-        by(node, prefix, args, results)
-
-
-@dataclass(slots=True)
-class _Step:
-    """One node, ready to run: its function, its arguments, and the values it is last to read."""
-
-    node: Node
-    function: Callable[..., Any]
-    arguments: dict[str, Callable[[Mapping[str, Any], Lookup], Any]]
-    drop: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _Stacked:
-    """Look-up key of a stack of weights."""
-
-    names: tuple[str | None, ...]
-
-
-def evaluator(arg: Arg, compute: str) -> Callable[[Mapping[str, Any], Lookup], Any]:
-    match arg:
-        case Ref(name):
-            return lambda values, weight: values[name]
-        case Weight(name):
-            return lambda values, weight: weight(name)
-        case tuple() if any(isinstance(a, (Ref, Weight)) for a in walk(arg)):
-            parts = [evaluator(a, compute) for a in arg]
-            return lambda values, weight: [part(values, weight) for part in parts]
-        case _:
-            return lambda values, weight: arg
-
-
-def _stack_key(arg: Arg) -> _Stacked | None:
-    """The names in a tuple of weights (None where there is none), or None if it is not one."""
-    if not isinstance(arg, tuple) or not all(a is None or isinstance(a, Weight) for a in arg):
-        return None
-    return _Stacked(tuple(a.name if isinstance(a, Weight) else None for a in arg))
-
-
-def _arguments(node: Node, compute: str) -> dict[str, Any]:
-    built: dict[str, Any] = {}
-    for key, arg in node.args.items():
-        stack = _stack_key(arg) if node.op == "linears" and key != "x" else None
-        if stack is not None:
-            built[key] = lambda values, weight, stack=stack: weight(stack)
-        elif key == "dtype" and arg == "compute":
-            built[key] = lambda values, weight: compute
-        else:
-            built[key] = evaluator(arg, compute)
-    return built
-
-
-def _plan(body: Body, compute: str) -> list[_Step]:
-    last: dict[str, int] = {}
-    for i, node in enumerate(body.nodes):
-        last.update(dict.fromkeys(node.out, i))
-        last.update(dict.fromkeys(refs(node.args.values()), i))
-    for name in refs(body.outputs):
-        last.pop(name, None)
-    drops: dict[int, list[str]] = {}
-    for name, i in last.items():
-        drops.setdefault(i, []).append(name)
-    return [
-        _Step(
-            node,
-            OPS.get(node.op, _not_an_op),
-            _arguments(node, compute),
-            tuple(drops.get(i, ())),
-        )
-        for i, node in enumerate(body.nodes)
-    ]
-
-
-def _not_an_op(**_: Any) -> Any:
-    raise AssertionError("calls are run by the executor")
-
-
-def under(weight: Lookup, prefix: str) -> Lookup:
-    """The look-up of a block: names relative to `prefix` of the caller's look-up."""
-
-    def lookup(key: str | _Stacked) -> Any:
-        if isinstance(key, _Stacked):
-            return weight(_Stacked(tuple(n and f"{prefix}.{n}" for n in key.names)))
-        return weight(f"{prefix}.{key}")
-
-    return lookup
 
 
 class Executor:
@@ -161,7 +57,7 @@ class Executor:
         self.compile, self.stream = compile, stream
         self.compute = str(weights.compute).removeprefix("mlx.core.")
         self.trace_size: Callable[[str, dict[str, int]], None] | None = None
-        self._plans: dict[int, list[_Step]] = {}
+        self._plans: dict[int, list[Step]] = {}
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self.traces = 0  # of whole entries by mx.compile: one for each set of shapes
         self._double = any(
@@ -193,7 +89,7 @@ class Executor:
 
     def load(self, entry: Entry) -> None:
         """Read the weights of an entry now, and keep them, if they are to be resident."""
-        for key in _weight_keys(self.program, entry, "") if self.weights.resident else ():
+        for key in weight_keys(self.program, entry, "") if self.weights.resident else ():
             self._weight(key)
 
     def bind(
@@ -232,7 +128,7 @@ class Executor:
 
         `found` gets the values at the module paths of `taps`, which are never compiled.
         """
-        if self.compile == "program" and not taps and not _observers:
+        if self.compile == "program" and not taps and not observers:
             return self._run_compiled(entry, dict(values))
         return self._run(entry, dict(values), self._weight, "", taps, found)
 
@@ -274,10 +170,10 @@ class Executor:
 
     # ---- evaluation ----
 
-    def _plan_of(self, body: Body) -> list[_Step]:
+    def _plan_of(self, body: Body) -> list[Step]:
         key = id(body)
         if key not in self._plans:
-            self._plans[key] = _plan(body, self.compute)
+            self._plans[key] = plan_steps(body, self.compute)
         return self._plans[key]
 
     def _run(
@@ -289,7 +185,7 @@ class Executor:
         taps: Sequence[str] = (),
         found: dict[str, list[Any]] | None = None,
     ) -> tuple[Any, ...]:
-        wanted = _taps_here(body, prefix, taps)
+        wanted = taps_here(body, prefix, taps)
         for step in self._plan_of(body):
             self._step(step, values, weight, prefix, taps, found)
             if not prefix:
@@ -305,7 +201,7 @@ class Executor:
 
     def _step(
         self,
-        step: _Step,
+        step: Step,
         values: dict[str, Any],
         weight: Lookup,
         prefix: str,
@@ -332,7 +228,7 @@ class Executor:
             values.update(zip(node.out, results, strict=True))
 
     def _step_over(
-        self, step: _Step, known: dict[str, Any], mine: Sequence[str], batched: bool
+        self, step: Step, known: dict[str, Any], mine: Sequence[str], batched: bool
     ) -> None:
         """One node for each row of the values `mine`; its results get an axis of rows."""
 
@@ -352,15 +248,15 @@ class Executor:
         for name, column in zip(step.node.out, zip(*rows)):
             known[name] = mx.stack(list(column)) if isinstance(column[0], mx.array) else column[0]
 
-    def _settle(self, step: _Step, values: Mapping[str, Any]) -> None:
+    def _settle(self, step: Step, values: Mapping[str, Any]) -> None:
         """When streaming: compute a top-level block's outputs, and let its weights go."""
         if self.stream and step.node.op == "call":
             mx.eval([v for n in step.node.out if isinstance(v := values[n], mx.array)])
             self.weights.release()
 
-    def _apply(self, step: _Step, args: dict[str, Any], prefix: str) -> Any:
+    def _apply(self, step: Step, args: dict[str, Any], prefix: str) -> Any:
         try:
-            return _bounded(step.function(**args), args, step.node.op)
+            return bounded(step.function(**args), args, step.node.op)
         except MlxconvError:
             raise
         except Exception as error:  # of whatever kind: the arguments come from a file
@@ -376,12 +272,12 @@ class Executor:
         if not self._double or on_cpu():
             return contextlib.nullcontext()
         doubles = args.get("dtype") == "float64" or any(
-            isinstance(v, mx.array) and v.dtype == mx.float64 for v in _flat(args.values())
+            isinstance(v, mx.array) and v.dtype == mx.float64 for v in flat(args.values())
         )
         return mx.stream(mx.cpu) if doubles else contextlib.nullcontext()
 
-    def _weight(self, key: str | _Stacked) -> Any:
-        if isinstance(key, _Stacked):
+    def _weight(self, key: str | Stacked) -> Any:
+        if isinstance(key, Stacked):
             return self.weights.stack(key.names)
         return self.weights.get(key)
 
@@ -398,7 +294,7 @@ class Executor:
         weight = under(weight, args["prefix"])
         inputs = list(args["inputs"])
         inner = [t for t in taps if t.startswith(f"{path}.")]
-        if self.compile == "block" and not (prefix or inner or _observers):
+        if self.compile == "block" and not (prefix or inner or observers):
             outputs = self._call_compiled(args["block"], block, inputs, path, weight)
         else:
             values = dict(zip(block.inputs, inputs, strict=True))
@@ -425,22 +321,22 @@ class Executor:
     def _compile(self, body: Body, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` compiled; as it is where more operations follow each other, in a video decoder
         of many frames, than MLX's compiler has stack for."""
-        deep = _depth(self.program, body, {}) > _DEEPEST
+        deep = depth(self.program, body, {}) > DEEPEST
         return function if deep else mx.compile(function)
 
     def _call_compiled(
         self, name: str, block: Block, inputs: list[Any], path: str, weight: Lookup
     ) -> tuple[Any, ...]:
         """One compiled function for all instances of a block whose weights are made alike."""
-        keys = list(_weight_keys(self.program, block, ""))
+        keys = list(weight_keys(self.program, block, ""))
         held = [weight(key) for key in keys]
         dynamic = [v for v in inputs if isinstance(v, (mx.array, QuantizedWeight))]
         statics = [
             (i, v) for i, v in enumerate(inputs) if not isinstance(v, (mx.array, QuantizedWeight))
         ]
-        key = (name, tuple(_make(h) for h in (*dynamic, *held)), repr(statics))
+        key = (name, tuple(make_of(h) for h in (*dynamic, *held)), repr(statics))
         if key not in self._compiled:
-            shells = [_shell(h) for h in (*dynamic, *held)]
+            shells = [shell_of(h) for h in (*dynamic, *held)]
             function = self._block_function(block, keys, shells, dict(statics), path)
             self._compiled[key] = self._compile(block, function)
         return tuple(self._compiled[key](*(a for h in (*dynamic, *held) for a in arrays_of(h))))
@@ -466,130 +362,3 @@ class Executor:
             return self._run(block, values, held.__getitem__, path)
 
         return function
-
-
-# `mx.compile` walks the graph recursively: at 50,000 primitives one after the other the stack of a
-# thread is full. An op is a few of them, a curve such as gelu on a CPU some thirty.
-_DEEPEST = 8_000
-_CURVES = frozenset({"erf", "exp", "gelu", "sigmoid", "silu", "softplus", "tanh"})
-
-
-def _depth(program: Program, body: Body, known: dict[int, int]) -> int:
-    """Ops on the longest way through a body, its blocks included; a curve counts as six."""
-    if id(body) not in known:
-        level: dict[str, int] = {}
-        for node in body.nodes:
-            before = max((level.get(n, 0) for n in refs(node.args.values())), default=0)
-            if node.op == "call":
-                inner = _depth(program, program.blocks[str(node.args["block"])], known)
-            else:
-                inner = 6 if node.op in _CURVES else 1
-            level.update(dict.fromkeys(node.out, before + inner))
-        known[id(body)] = max(level.values(), default=0)
-    return known[id(body)]
-
-
-MEMORY_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-_LARGE, _GROWTH = 1 << 26, 1 << 16  # elements; how often larger than what it is made of
-_LAZY = frozenset({"broadcast", "full"})  # without memory of their own
-
-
-def _bounded(results: Any, args: Mapping[str, Any], op: str) -> Any:
-    """What an op gave: arrays that the machine can hold, and numbers of 64 bits.
-
-    No model makes a large array of a few elements; a program that is to fill the memory does.
-    """
-    for result in results if isinstance(results, list) else (results,):
-        if isinstance(result, mx.array):
-            size = math.prod(result.shape) * result.dtype.size
-            if size > MEMORY_BYTES:
-                raise ValueError(
-                    f"the result has shape {tuple(result.shape)}, {format_bytes(size)}; "
-                    f"this machine has {format_bytes(MEMORY_BYTES)}"
-                )
-            if result.size > _LARGE and op not in _LAZY:
-                given = sum(getattr(a, "size", 0) for a in _flat(args.values()))
-                if result.size > _GROWTH * given:
-                    raise ValueError(f"{given} elements make {result.size}")
-        elif isinstance(result, int) and abs(result) > MAX_INT:
-            raise ValueError("the result is a number beyond 64 bits")
-        elif not isinstance(result, (int, float)):
-            raise TypeError(f"the result is a {type(result).__name__}")
-    return results
-
-
-def _flat(values: Iterable[Any]) -> Iterable[Any]:
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from _flat(value)
-        else:
-            yield value
-
-
-def _taps_here(body: Body, prefix: str, taps: Sequence[str]) -> dict[str, list[str]]:
-    """Wanted paths of this body, by the value after which all of their values are known."""
-    order = {name: i for i, node in enumerate(body.nodes) for name in node.out}
-    wanted: dict[str, list[str]] = {}
-    for path in taps:
-        relative = path.removeprefix(prefix).lstrip(".") if prefix else path
-        names = [n for n in body.taps.get(relative, ()) if n in order]
-        if names:
-            node = body.nodes[max(order[n] for n in names)]
-            wanted.setdefault(node.out[-1], []).append(path)
-    return wanted
-
-
-def _weight_keys(program: Program, body: Body, prefix: str) -> Iterable[Any]:
-    """Look-up keys of the weights a block reads, with those of the blocks it calls."""
-    for node in body.nodes:
-        if node.op == "call":
-            inner = program.blocks[str(node.args["block"])]
-            yield from _weight_keys(program, inner, f"{prefix}{node.args['prefix']}.")
-        for key, arg in node.args.items():
-            stack = _stack_key(arg) if node.op == "linears" and key != "x" else None
-            if stack is not None:
-                yield _Stacked(tuple(n and prefix + n for n in stack.names))
-            else:
-                yield from (prefix + a.name for a in walk(arg) if isinstance(a, Weight))
-
-
-def _make(held: Any) -> Any:
-    if isinstance(held, Stack):
-        whole = None if held.stacked is None else spec_of(held.stacked)
-        return ("stack", held.stacked is None, whole, *(h is not None and _make(h) for h in held))
-    return (spec_of(held), [a.dtype for a in arrays_of(held)].__repr__())
-
-
-def _shell(held: Any) -> Callable[[list[mx.array]], tuple[Any, list[mx.array]]]:
-    """A function that rebuilds a weight of this make from the front of a list of arrays."""
-    if isinstance(held, Stack) and held.stacked is not None:
-        inner, bounds, count = _shell(held.stacked), held.bounds, len(held)
-
-        def stacked(arrays: list[mx.array]) -> tuple[Any, list[mx.array]]:
-            stack = Stack((None,) * count)
-            stack.bounds = bounds
-            stack.stacked, rest = inner(arrays)
-            return stack, rest
-
-        return stacked
-    if isinstance(held, Stack):
-        shells = [None if h is None else _shell(h) for h in held]
-
-        def separate(arrays: list[mx.array]) -> tuple[Any, list[mx.array]]:
-            items = []
-            for shell in shells:
-                item, arrays = (None, arrays) if shell is None else shell(arrays)
-                items.append(item)
-            return Stack(items), arrays
-
-        return separate
-    count, make = len(arrays_of(held)), _bare(held)
-    return lambda arrays: (rebuild(make, arrays[:count]), arrays[count:])
-
-
-def _bare(held: Held) -> Held:
-    """A stand-in with the same spec and no data."""
-    empty = mx.zeros(())
-    return empty if isinstance(held, mx.array) else rebuild(held, [empty] * len(held.arrays()))

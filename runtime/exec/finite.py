@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import MlxconvError
 from ..program.program import Node, weights
-from .executor import observed
+from .steps import observed
 from .strips import Strips
 from .weights import QuantizedWeight, Stack, arrays_of
 

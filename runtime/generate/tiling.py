@@ -15,7 +15,8 @@ import mlx.core as mx
 
 from ..bundle import LoadedComponent
 from ..errors import ArgumentError
-from ..exec.executor import Executor, Lookup, evaluator, observe, under
+from ..exec.executor import Executor
+from ..exec.steps import Lookup, evaluator, observe, under
 from ..exec.strips import RULES, Strips, cut, evaluate, evenly, flat, whole
 from ..ops.products import attention
 from ..program.program import Body
