@@ -121,7 +121,7 @@ def test_an_unknown_class_says_how_to_add_a_recipe(source: Path, tmp_path: Path)
     change_json(source / "config.json", lambda c: {**c, "_class_name": "NoSuchTransformer"})
     message = convert_failure(source, tmp_path)
     assert "NoSuchTransformer" in message
-    assert "recipe" in message
+    assert "--class MODULE:NoSuchTransformer" in message
 
 
 def test_a_known_class_whose_recipe_cannot_be_derived_says_why(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_pattern_that_matches_nothing_names_the_nearest(
     option: str, flux_checkpoint: Path, tmp_path: Path
 ) -> None:
     pattern = "transformer_blocks.*.attn.to_qq" + ("=8" if option == "--set" else "")
-    message = convert_failure(flux_checkpoint, tmp_path, option, pattern)
+    message = convert_failure(flux_checkpoint, tmp_path, "--q", "4bit", option, pattern)
     assert "'transformer_blocks.*.attn.to_qq' matches no module" in message
 
 

@@ -37,6 +37,9 @@ from ..recipe.recipe import evaluate
 from .patches.guards import watched_guards
 from .traced import TracedInput
 
+# Functions whose ways compute the same for every class: transformers' attention asks whether there
+# is more than one query, only to choose a kernel and to leave out the causal mask of a single one.
+ALIKE = frozenset({"sdpa_attention_forward"})
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
 
@@ -78,7 +81,7 @@ def _is_condition(frame: FrameType | None, alike: Collection[str]) -> bool:
     """Whether the traced code itself asks, and what it does then is more than layout."""
     while frame is not None and _stands_in(frame.f_code.co_filename):
         frame = frame.f_back
-    if frame is None or frame.f_code.co_qualname in alike:
+    if frame is None or frame.f_code.co_qualname in ALIKE | set(alike):
         return False
     file, line = frame.f_code.co_filename, frame.f_lineno
     if not file.startswith(_TORCH):

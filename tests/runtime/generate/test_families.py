@@ -270,7 +270,7 @@ def test_embeddings_that_do_not_fit_are_refused(pair: Pair) -> None:
     whole = {"encoder_hidden_states": hidden, "pooled_projections": pooled}
     with pytest.raises(MlxconvError, match="pass either a prompt or embeddings"):
         pair.make(embeddings=whole)
-    with pytest.raises(MlxconvError, match="not both"):
+    with pytest.raises(MlxconvError, match="pass either negative or negative_embeddings"):
         pair.make(negative="", negative_embeddings=whole)
 
 
