@@ -210,7 +210,7 @@ def find(tree: Any, path: tuple[str | int, ...]) -> Any:
     """What is at a path of keyword arguments, or None."""
     for part in path:
         if isinstance(part, int):
-            tree = tree[part] if isinstance(tree, list) and part < len(tree) else None
+            tree = tree[part] if isinstance(tree, list | tuple) and part < len(tree) else None
         else:
             tree = tree.get(part) if isinstance(tree, dict) else None
     return tree
