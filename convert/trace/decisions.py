@@ -47,11 +47,11 @@ _OURS = str(Path(__file__).parent)
 class Decisions:
     """What is decided by a size, as conditions that held.
 
-    ``alike``: functions, by qualified name, whose ways compute the same.
+    ``alike``: functions, by qualified name, whose ways compute the same, beside `ALIKE`.
     """
 
     def __init__(self, alike: Collection[str] = ()) -> None:
-        self.alike = alike
+        self.alike = ALIKE.union(alike)
         self.noted: dict[sympy.Basic, None] = {}
 
     def watched(self) -> AbstractContextManager[None]:
@@ -81,7 +81,7 @@ def _is_condition(frame: FrameType | None, alike: Collection[str]) -> bool:
     """Whether the traced code itself asks, and what it does then is more than layout."""
     while frame is not None and _stands_in(frame.f_code.co_filename):
         frame = frame.f_back
-    if frame is None or frame.f_code.co_qualname in ALIKE | set(alike):
+    if frame is None or frame.f_code.co_qualname in alike:
         return False
     file, line = frame.f_code.co_filename, frame.f_lineno
     if not file.startswith(_TORCH):
