@@ -28,7 +28,7 @@ def _lengths(
     x: mx.array, sizes: Sequence[int] | None, scales: Sequence[float] | None
 ) -> list[tuple[int, int, int, float | None]]:
     """Of each resampled axis: its number, its length, the length wanted, the scale if given."""
-    growth = math.prod(scales or ())
+    growth = math.prod(scale or 1 for scale in scales or ())
     if not growth <= MAX_GROWTH:
         raise ValueError(f"scales {scales} make {growth} elements of one, more than {MAX_GROWTH}")
     count = len(sizes if sizes is not None else scales or ())
